@@ -1,0 +1,40 @@
+# Two commands matter: `make see` and `make test`. Each sets up what it needs in .venv and nowhere else.
+PYTHON ?= python3
+BIN := .venv/bin
+# The CPU build; a plain "torch" would fetch gigabytes of CUDA. On a machine with a GPU: make TORCH=torch see
+TORCH ?= torch==2.13.0
+TEXT ?=
+
+.PHONY: see test format lint types pytest clean
+
+see: .venv/installed
+	@$(BIN)/multihead see $(if $(TEXT),"$(TEXT)")
+
+test: lint types pytest
+
+lint: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/dev
+	$(BIN)/pyright
+
+pytest: .venv/dev
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered --cov-fail-under=95 -q
+
+format: .venv/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .coverage*

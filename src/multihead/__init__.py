@@ -1,0 +1,33 @@
+"""Multi-head attention you can use, see and check."""
+
+from . import masks as masks
+from . import positions as positions
+from .attend import attention as attention
+from .cache import KVCache as KVCache
+from .layer import MultiHeadAttention as MultiHeadAttention
+from .masks import Allowed as Allowed
+from .masks import Blocked as Blocked
+from .masks import Causal as Causal
+from .masks import Documents as Documents
+from .masks import Keys as Keys
+from .masks import Lengths as Lengths
+from .masks import Mask as Mask
+from .masks import Prefix as Prefix
+from .masks import ValidLens as ValidLens
+from .masks import Where as Where
+from .masks import Window as Window
+from .plan import Plan as Plan
+from .plan import QuadraticMemoryWarning as QuadraticMemoryWarning
+from .plan import plan as plan
+from .positions import ALiBi as ALiBi
+from .positions import RelativeBias as RelativeBias
+from .positions import RoPE as RoPE
+
+__version__ = "0.1.0"
+
+__all__ = [
+    *("MultiHeadAttention", "attention", "plan", "Plan", "QuadraticMemoryWarning"),
+    *("Mask", "Causal", "Window", "Lengths", "Keys", "Documents", "Prefix", "ValidLens", "Allowed", "Blocked", "Where"),
+    *("RoPE", "ALiBi", "RelativeBias", "KVCache"),
+    *("masks", "positions"),
+]

@@ -1,0 +1,93 @@
+"""attention(): check shapes once, ask the plan, run one kernel."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .kernels import reference
+from .kernels.spec import Spec
+from .masks import Mask
+from .masks.algebra import Position
+from .plan import choose
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., bias: Tensor | None = ..., scale: float | None = ...,
+    dropout: float = ..., seed: int | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+    start: Position | None = ..., key_start: Position = ..., return_lse: Literal[False] = ...,
+    return_weights: Literal[False] = ..., kernel: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = ..., bias: Tensor | None = ..., scale: float | None = ...,
+    dropout: float = ..., seed: int | None = ..., softcap: float | None = ..., sinks: Tensor | None = ...,
+    start: Position | None = ..., key_start: Position = ..., return_lse: bool = ...,
+    return_weights: bool = ..., kernel: str = ...,
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    start: Position | None = None,
+    key_start: Position = 0,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Softmax attention.
+
+        out[b,h,t,e] = Σ_s softmax_s(cap(scale · q[b,h,t,:]·k[b,g,s,:]) + bias[b,h,t,s]) v[b,g,s,e],   g = h // (heads / kv_heads)
+
+    q        [batch, heads,    q_len,  head_dim]; or all three without batch
+    k, v     [batch, kv_heads, kv_len, head_dim | v_dim]
+    mask     what may attend: Causal(), Lengths(n), … and their & | ~; a query that may attend to nothing gets zeros
+    bias     added to the scores, [q_len, kv_len], [batch, …] or [batch, heads, …], size 1 where it does not vary; differentiable
+    scale    1/√head_dim unless given
+    dropout  the probability to drop a weight, applied as given; with seed, kept or dropped is a hash of (seed, b, h, q, k)
+    softcap  cap(s) = softcap · tanh(s / softcap), before the bias
+    sinks    [heads]: a logit that takes part in the softmax and has no value, so that weights may sum to less than one
+    start    position of the first query, a number or [batch]; kv_len − q_len after the first key unless given
+    key_start  position of the first key, a number or [batch]; columns with a position below 0 hold no key
+
+    Returns out [batch, heads, q_len, v_dim]; with return_lse also the log-sum-exp of the scores (sinks included)
+    [batch, heads, q_len], −inf where there is nothing to attend to; with return_weights also softmax's weights before
+    dropout [batch, heads, q_len, kv_len], computed beside a kernel that does not need them.
+    """
+    if q.dim() == 3 and k.dim() == 3 and v.dim() == 3:
+        found = attention(
+            *(x.unsqueeze(0) for x in (q, k, v)), mask=mask, bias=bias, scale=scale, dropout=dropout, seed=seed,
+            softcap=softcap, sinks=sinks, start=start, key_start=key_start, return_lse=return_lse,
+            return_weights=return_weights, kernel=kernel,
+        )  # fmt: skip
+        return found.squeeze(0) if isinstance(found, Tensor) else tuple(x.squeeze(0) for x in found)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    spec = Spec(q, k, v, mask, bias, scale, dropout, seed, softcap, sinks, return_lse, start, key_start)
+    if not (return_lse or return_weights):
+        return choose(spec, kernel).run(q, k, v, spec)[0]
+    return run(q, k, v, spec, kernel, return_weights)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: str, return_weights: bool) -> tuple[Tensor, ...]:
+    """A checked call: out, then the log-sum-exp and the weights if asked for."""
+    out, lse = choose(spec, kernel).run(q, k, v, spec)
+    found = (out, lse) if spec.want_lse else (out,)
+    return (*found, reference.weights(q, k, spec)) if return_weights else found
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the arguments of SDPA, here for every kernel alike."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)

@@ -1,0 +1,170 @@
+"""torch's own fused attention (SDPA), wherever its meaning equals ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..masks import And, Causal, Frame, Mask, evaluate
+from .spec import Spec
+
+FOLD = 16  # up to this many queries, the heads of a kv group become rows of one product: no key is read twice
+
+
+def refuses(spec: Spec) -> str | None:
+    """Why torch's fused kernels cannot do this call, or None."""
+    if spec.want_lse:
+        return "SDPA does not return the log-sum-exp"
+    if spec.softcap is not None:
+        return "SDPA has no softcap"
+    if spec.sinks is not None:
+        return "SDPA has no sinks"
+    if not (spec.q_len and spec.kv_len and spec.v_dim and spec.batch):
+        return "there is an axis of size 0, for which torch has no fused kernel"
+    if spec.dropout:
+        if spec.seed is not None:
+            return "SDPA draws its own dropout and cannot follow a seed"
+        if spec.device.type == "cpu":
+            return "on CPU, SDPA with dropout falls to an L×L path of its own"
+    if spec.dtype == torch.float64 and spec.device.type == "cuda":
+        return "torch has no fused float64 kernel on CUDA"
+    if spec.bias is not None and spec.bias.requires_grad and spec.device.type == "cpu" and torch.is_grad_enabled():
+        return "on CPU, SDPA falls to an L×L path of its own where a bias needs a gradient"
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        return "torch's fused kernels have no forward-mode derivative"
+    return None
+
+
+def quadratic_bytes(spec: Spec) -> int:
+    """The dense mask or bias handed to SDPA, which turns it into the dtype of q."""
+    if spec.mask is None and spec.bias is None and not spec.ragged:
+        return 0
+    parts, causal, _ = _parts(spec.mask, spec.frame)
+    if causal or not (parts or spec.bias is not None):
+        return 0
+    batch = max([p.batch for p in parts] + ([] if spec.bias is None else [spec.bias.shape[0]]))
+    heads = max([p.heads for p in parts] + ([] if spec.bias is None else [spec.bias.shape[1]]))
+    return batch * heads * spec.q_len * spec.kv_len * (1 + spec.dtype.itemsize)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, None]:
+    """out [batch, heads, q_len, v_dim]; SDPA keeps its log-sum-exp to itself."""
+    mask, causal = None, False
+    if spec.mask is not None or spec.bias is not None or spec.ragged:
+        q, k, v, mask, causal = _lower(q, k, v, spec)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if not torch.compiler.is_compiling():
+            q, k, v = _FirstOrderOnly.apply(q, k, v)
+    if spec.head_dim != spec.v_dim or spec.device.type == "cuda":
+        q, k, v = _pad(q, k, v, spec)
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1:  # torch would leave its fused kernel without a word
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if spec.kv_heads != spec.heads:
+        out = _grouped(q, k, v, mask, causal, spec)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, mask, spec.dropout, causal, scale=spec.scale)
+    return (out if out.shape[3] == spec.v_dim else out[..., : spec.v_dim]), None
+
+
+# ---- the mask -------------------------------------------------------------------------------------------------------
+
+
+def _parts(mask: Mask | None, frame: Frame) -> tuple[list[Mask], bool, bool]:
+    """The parts of the mask that hide anything here; whether they are SDPA's is_causal; whether every key is seen."""
+    parts = mask.parts if isinstance(mask, And) else [] if mask is None else [mask]
+    parts = [part for part in parts if not part.full(frame)]
+    square = frame.q_len == frame.kv_len and frame.shift == 0
+    causal = len(parts) == 1 and isinstance(parts[0], Causal) and square and parts[0].aligned(frame)
+    return parts, causal, square and all(part.diagonal for part in parts)
+
+
+def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """SDPA's mask and is_causal; and q, k, v without what no one may see, since 0 · NaN is NaN in a matrix product."""
+    frame = spec.frame
+    parts, causal, seen = _parts(spec.mask, frame)
+    for part in parts:
+        part.check(frame)
+    if causal and spec.bias is None:
+        return q, k, v, None, True
+    allowed = evaluate(And(*parts), frame) if parts else frame.there()
+    if allowed is not None and not seen:
+        q = q.masked_fill(~allowed.any(3, keepdim=True), 0.0)
+        columns = ~allowed.any(2, keepdim=True).any(1, keepdim=True).mT
+        k, v = k.masked_fill(columns, 0.0), v.masked_fill(columns, 0.0)
+    if spec.bias is None:
+        return q, k, v, allowed, False
+    bias = spec.bias.to(q.dtype)
+    return q, k, v, bias if allowed is None else torch.where(allowed, bias, -math.inf), False
+
+
+# ---- what SDPA does badly by itself ---------------------------------------------------------------------------------
+
+
+def _pad(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros up to the sizes for which torch has fused kernels: equal on CPU, multiples of 8 on CUDA. They change nothing."""
+    D = E = max(spec.head_dim, spec.v_dim)
+    if spec.device.type == "cuda":
+        D, E = -(-spec.head_dim // 8) * 8, -(-spec.v_dim // 8) * 8
+    if spec.head_dim != D:
+        q, k = F.pad(q, (0, D - spec.head_dim)), F.pad(k, (0, D - spec.head_dim))
+    return q, k, v if spec.v_dim == E else F.pad(v, (0, E - spec.v_dim))
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, spec: Spec) -> Tensor:
+    """Several query heads on one kv head, without repeating the keys where torch allows it."""
+    B, H, T, D = q.shape
+    G, sdpa = spec.kv_heads, F.scaled_dot_product_attention
+    if T <= FOLD and not causal:
+        rows = q.reshape(B, G, H // G * T, D)
+        if mask is not None and mask.shape[1:3] != (1, 1):
+            mask = mask.expand(-1, H, T, -1).reshape(mask.shape[0], G, H // G * T, -1)
+        return sdpa(rows, k, v, mask, spec.dropout, scale=spec.scale).reshape(B, H, T, -1)
+    if spec.device.type == "cuda" and (mask is not None or spec.dtype == torch.float32):
+        k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)  # enable_gqa would take the L×L path
+        return sdpa(q, k, v, mask, spec.dropout, causal, scale=spec.scale)
+    return sdpa(q, k, v, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=True)
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """The identity on q, k, v, whose gradient says in plain words that it cannot be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not torch.is_grad_enabled():
+            return grads
+        return tuple(None if g is None else _Refuse.apply(g) for g in grads)
+
+
+class _Refuse(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            'attention: kernel="fused" can be differentiated once; for second derivatives write kernel="reference"'
+        )
+
+

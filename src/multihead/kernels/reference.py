@@ -1,0 +1,135 @@
+"""The definition: dense, any dtype, differentiable as often as you like. Every other kernel is right when it agrees with this.
+
+float16 and bfloat16 are computed in float32. What a mask hides has no influence whatever it holds: a NaN in a key that
+query i may not see reaches neither row i nor any gradient through it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..masks import evaluate
+from .spec import Spec
+
+GOLDEN, ODD_B, ODD_H, ODD_Q, ODD_K = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1
+
+
+def refuses(spec: Spec) -> str | None:
+    """Never: the definition covers every call."""
+    del spec
+    return None
+
+
+def quadratic_bytes(spec: Spec) -> int:
+    """Scores, weights and what autograd keeps of them: about three L×L tensors."""
+    return 3 * spec.pairs * _compute_dtype(spec.dtype).itemsize
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """out [batch, heads, q_len, v_dim], lse [batch, heads, q_len] in the dtype of the computation."""
+    with torch.autocast(q.device.type, enabled=False):
+        w, lse, allowed = _softmax(q, k, spec)
+        w = _dropout(w, spec)
+        v = _repeat(v, spec).to(w.dtype)
+        if allowed is None:
+            return (w @ v).to(q.dtype), lse
+        v, bad = _clean(v)
+        seen = allowed.to(w.dtype).expand(*allowed.shape[:2], spec.q_len, spec.kv_len) @ bad.to(w.dtype) > 0
+        return (w @ v + _nan_where(seen, v)).to(q.dtype), lse
+
+
+def weights(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
+    """softmax of the scores before dropout, [batch, heads, q_len, kv_len]: the rows sum to one, or to zero where a query
+    sees nothing (to less than one with sinks)."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _softmax(q, k, spec)[0].to(q.dtype)
+
+
+def _softmax(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """weights, log-sum-exp, and what may attend (None where nothing is hidden)."""
+    dtype = _compute_dtype(spec.dtype)
+    q, k = q.to(dtype), _repeat(k, spec).to(dtype)
+    allowed = None if spec.mask is None and not spec.ragged else _allowed(spec)
+    poison = None
+    if allowed is not None:
+        (q, bad_q), (k, bad_k) = _clean(q), _clean(k)
+        poison = _nan_where((bad_q.any(-1, keepdim=True) | bad_k.any(-1).unsqueeze(-2)) & allowed, q)
+    s = (q * spec.scale) @ k.mT
+    if spec.softcap is not None:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
+    if spec.bias is not None:
+        s = s + spec.bias.to(dtype)
+    if allowed is not None and poison is not None:
+        s = (s + poison).masked_fill(~allowed, -math.inf)
+    hidden = None if allowed is None and spec.bias is None else s == -math.inf
+    empty = (hidden if hidden is not None else s.new_zeros(s.shape, dtype=torch.bool)).all(-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)  # keeps inf − inf out of the softmax; such rows are zeroed below
+    if spec.sinks is not None:
+        s = torch.cat([s, spec.sinks.to(dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    w, lse = s.softmax(-1), s.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+    w = w if spec.sinks is None else w[..., :-1]
+    return w if hidden is None else w.masked_fill(hidden, 0.0), lse, allowed
+
+
+def _allowed(spec: Spec) -> Tensor:
+    frame = spec.frame
+    if spec.mask is not None:
+        return evaluate(spec.mask, frame)
+    there = frame.there()
+    return there if there is not None else torch.ones(1, 1, 1, 1, dtype=torch.bool, device=spec.device)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _repeat(x: Tensor, spec: Spec) -> Tensor:
+    """Query head h is served by kv head h // (heads // kv_heads)."""
+    groups = spec.heads // spec.kv_heads
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x with zeros for NaN and infinities, and where they were."""
+    bad = ~torch.isfinite(x)
+    return x.masked_fill(bad, 0.0), bad
+
+
+def _nan_where(where: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(where, dtype=like.dtype).masked_fill(where, math.nan)
+
+
+def _dropout(w: Tensor, spec: Spec) -> Tensor:
+    if not spec.dropout:
+        return w
+    if spec.seed is None:
+        return F.dropout(w, spec.dropout)
+    frame = spec.frame
+    keep = kept(spec.seed, spec.dropout, frame.b, frame.h, frame.q, frame.k)
+    return w * keep if spec.dropout == 1.0 else w * keep / (1.0 - spec.dropout)
+
+
+def kept(seed: int, dropout: float, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Which weights survive: a hash of (seed, batch, head, q, k), so that no tiling or sharding can change it.
+
+        row = mix(mix(seed) + b·c₁ + h·c₂ + q·c₃)     column = mix(k·c₄ + c₀)     kept ⇔ mix(row ⊕ column) ≥ dropout · 2³²
+
+    in 32-bit arithmetic, q and k being absolute positions; mix is the finaliser of MurmurHash3.
+    """
+    low, high = torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32)
+    start = _mix(_mix(low.to(q.device) + GOLDEN) + high.to(q.device))
+    row = _mix(_mix(start + b * ODD_B + h * ODD_H) + q * ODD_Q)
+    column = _mix(k * ODD_K + GOLDEN)
+    return _mix(row ^ column) >= round(dropout * 2**32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser on int64 tensors."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -1,0 +1,177 @@
+"""What a kernel is asked to do: every shape and option checked once, up front and by name."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..masks import Frame, Mask
+from ..masks.algebra import Position
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Spec:
+    """One attention call, checked. Kernels read it and never check again.
+
+    q [batch, heads, q_len, head_dim]   k [batch, kv_heads, kv_len, head_dim]   v [batch, kv_heads, kv_len, v_dim]
+    bias is None or 4-D, broadcastable to [batch, heads, q_len, kv_len]; sinks is None or [heads]
+    """
+
+    __slots__ = (
+        *("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_dim", "dtype", "device"),
+        *("mask", "bias", "scale", "dropout", "seed", "softcap", "sinks", "want_lse"),
+        *("start", "key_start"),
+    )
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        want_lse: bool = False,
+        start: Position | None = None,
+        key_start: Position = 0,
+    ) -> None:
+        try:
+            B, H, T, D = q.shape
+            Bk, G, S, Dk = k.shape
+            Bv, Gv, Sv, E = v.shape
+        except (ValueError, AttributeError):
+            raise _explain(q, k, v) from None
+        dtype, device = q.dtype, q.device
+        fits = B == Bk == Bv and D == Dk and G == Gv and S == Sv and G and H % G == 0 and D
+        if not (fits and dtype == k.dtype == v.dtype and device == k.device == v.device and dtype in DTYPES):
+            raise _explain(q, k, v)
+        self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.v_dim = B, H, G, T, S, D, E
+        self.dtype, self.device = dtype, device
+        self.scale = 1.0 / math.sqrt(D) if scale is None else float(scale)
+        self.mask, self.bias, self.sinks = mask, bias, sinks
+        self.dropout, self.seed, self.softcap, self.want_lse = dropout, seed, softcap, want_lse
+        self.start, self.key_start = start, key_start
+        if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _bare_mask(mask)
+        if bias is not None:
+            self.bias = _check_bias(bias, self)
+        if sinks is not None and (sinks.shape != (H,) or sinks.device != device):
+            raise ValueError(
+                f"attention: sinks must hold one logit a head, [heads] = [{H}] on {device}; "
+                f"its shape is {list(sinks.shape)} on {sinks.device}"
+            )
+        if dropout or seed is not None:
+            _check_dropout(dropout, seed)
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"attention: softcap must be > 0 (scores become softcap · tanh(score / softcap)); it is {softcap}")
+        if isinstance(start, Tensor):
+            _check_start("start", start, B)
+        if isinstance(key_start, Tensor):
+            _check_start("key_start", key_start, B)
+
+    @property
+    def frame(self) -> Frame:
+        """Where the mask is looked at."""
+        return Frame(
+            self.batch,
+            self.heads,
+            self.q_len,
+            self.kv_len,
+            q_start=self.start,
+            k_start=self.key_start,
+            device=self.device,
+        )
+
+    @property
+    def ragged(self) -> bool:
+        """Batch entries hold different numbers of keys: some columns hold none."""
+        return isinstance(self.key_start, Tensor)
+
+    @property
+    def pairs(self) -> int:
+        """All (query, key) pairs, hidden ones included."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+
+_AXES = {"q": "[batch, heads, q_len, head_dim]", "k": "[batch, kv_heads, kv_len, head_dim]", "v": "[batch, kv_heads, kv_len, v_dim]"}
+
+
+def _explain(q: Tensor, k: Tensor, v: Tensor) -> Exception:
+    """Why q, k and v do not go together, in one sentence that names what came."""
+    named = {"q": q, "k": k, "v": v}
+    for name, t in named.items():
+        if not isinstance(t, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return TypeError(f"attention: {name} must be a tensor {_AXES[name]}; it is a {type(t).__name__}")
+    came = "; ".join(f"{name} {_AXES[name]} has shape {list(t.shape)}" for name, t in named.items())
+    if any(t.ndim != 4 for t in named.values()):
+        return ValueError(f"attention: q, k and v must all have 4 axes, or all 3 (no batch); {came}")
+    if any(t.dtype != q.dtype or t.dtype not in DTYPES for t in named.values()):
+        dtypes = ", ".join(f"{name} {t.dtype}" for name, t in named.items())
+        return TypeError(f"attention: q, k and v must share one of float32, bfloat16, float16, float64; they are {dtypes}")
+    if any(t.device != q.device for t in named.values()):
+        return ValueError(f"attention: q, k and v must be on one device; they are on {q.device}, {k.device}, {v.device}")
+    for axis, (a, x), (b, y) in (
+        ("batch", ("q", q.shape[0]), ("k", k.shape[0])),
+        ("batch", ("q", q.shape[0]), ("v", v.shape[0])),
+        ("head_dim", ("q", q.shape[3]), ("k", k.shape[3])),
+        ("kv_heads", ("k", k.shape[1]), ("v", v.shape[1])),
+        ("kv_len", ("k", k.shape[2]), ("v", v.shape[2])),
+    ):
+        if x != y:
+            return ValueError(f"attention: {axis} is {x} in {a} but {y} in {b}; {came}")
+    if not q.shape[3]:
+        return ValueError(f"attention: head_dim must be at least 1; {came}")
+    return ValueError(f"attention: heads ({q.shape[1]}) must be a multiple of kv_heads ({k.shape[1]}); {came}")
+
+
+def _bare_mask(mask: object) -> TypeError:
+    if isinstance(mask, Tensor):
+        kind = "bool" if mask.dtype == torch.bool else str(mask.dtype).removeprefix("torch.")
+        advice = (
+            "write Allowed(m) if True may attend, Blocked(m) if True may not"
+            if mask.dtype == torch.bool
+            else "write masks.from_additive(m) if it is added to the scores, masks.from_zeros(m) if 0 blocks, "
+            "masks.from_ones(m) if 1 blocks"
+        )
+        return TypeError(f"attention: mask is a bare {kind} tensor, which libraries read in opposite ways; {advice}")
+    return TypeError(f"attention: mask must be a multihead mask such as Causal(); it is a {type(mask).__name__}")
+
+
+def _check_bias(bias: Tensor, spec: Spec) -> Tensor:
+    want = (spec.batch, spec.heads, spec.q_len, spec.kv_len)
+    four = bias[None, None] if bias.ndim == 2 else bias[:, None] if bias.ndim == 3 else bias
+    if four.ndim != 4 or any(n not in (1, m) for n, m in zip(four.shape, want, strict=True)):
+        raise ValueError(
+            "attention: bias must be [q_len, kv_len], [batch, q_len, kv_len] or [batch, heads, q_len, kv_len], size 1 where "
+            f"it does not vary; its shape is {list(bias.shape)}, the call is {list(want)}"
+        )
+    if not bias.dtype.is_floating_point:
+        raise TypeError(
+            f"attention: bias is added to the scores and must be a float tensor; its dtype is {bias.dtype}. "
+            "A bool tensor is a mask: mask=Allowed(m) or mask=Blocked(m)"
+        )
+    if bias.device != spec.device:
+        raise ValueError(f"attention: bias is on {bias.device} but q is on {spec.device}")
+    return four
+
+
+def _check_dropout(dropout: float, seed: int | None) -> None:
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"attention: dropout is the probability to drop a weight, 0 … 1; it is {dropout}")
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"attention: seed must be a whole number, 0 … 2⁶³ − 1; it is {seed!r}")
+
+
+def _check_start(name: str, start: Tensor, batch: int) -> None:
+    if start.shape != (batch,) or start.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"attention: {name} must be a number or an integer tensor [batch] = [{batch}]; "
+            f"it is {start.dtype} of shape {list(start.shape)}"
+        )

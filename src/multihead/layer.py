@@ -1,0 +1,309 @@
+"""MultiHeadAttention: project, position, attend, project back."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .attend import attention
+from .cache import KVCache
+from .masks import Mask
+from .positions import Positions
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention over [batch, tokens, dim].
+
+        out = W_o · concat_h softmax_s(scale · (W_q x)_h · (W_k m)_g) (W_v m)_g,   g = h // (num_heads / kv_heads)
+
+    embed_dim, num_heads, dropout, bias   as in nn.MultiheadAttention; dropout falls on the weights, in train() only
+    kv_heads        heads of keys and values, a divisor of num_heads (GQA; 1 is MQA); num_heads unless given
+    head_dim, value_head_dim   features a head; embed_dim // num_heads, and head_dim, unless given
+    key_dim, value_dim, out_dim   features of key, value and output; embed_dim, key_dim and embed_dim unless given
+    out_bias        bias of the output projection; as `bias` unless given
+    out_dropout     dropout on the output, in train() only
+    positions       RoPE(), ALiBi() or RelativeBias(…): where tokens stand
+    qk_norm         RMS-normalise q and k of each head, with learned gains, before positions are applied
+    softcap, sinks, scale   as in attention(); sinks=True learns one logit a head
+    gate            multiply each head's output by sigmoid(W_g x) before the output projection
+    mask            the layer's own mask; a mask given to the call holds as well
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        out_dim: int | None = None,
+        out_bias: bool | None = None,
+        out_dropout: float = 0.0,
+        positions: Positions | None = None,
+        qk_norm: bool = False,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gate: bool = False,
+        scale: float | None = None,
+        mask: Mask | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        _check_sizes(embed_dim, num_heads, kv_heads, head_dim, dropout, out_dropout, mask, positions)
+        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.value_head_dim = v_dim = head_dim if value_head_dim is None else value_head_dim
+        self.key_dim = embed_dim if key_dim is None else key_dim
+        self.value_dim = self.key_dim if value_dim is None else value_dim
+        self.out_dim = embed_dim if out_dim is None else out_dim
+        self.dropout, self.out_dropout, self.scale, self.softcap = dropout, out_dropout, scale, softcap
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.query = nn.Linear(embed_dim, num_heads * head_dim, bias, **made)
+        self.key = nn.Linear(self.key_dim, kv_heads * head_dim, bias, **made)
+        self.value = nn.Linear(self.value_dim, kv_heads * v_dim, bias, **made)
+        self.out = nn.Linear(num_heads * v_dim, self.out_dim, bias if out_bias is None else out_bias, **made)
+        self.gate = nn.Linear(embed_dim, num_heads * v_dim, bias, **made) if gate else None
+        self.query_norm = nn.RMSNorm(head_dim, eps=1e-6, **made) if qk_norm else None
+        self.key_norm = nn.RMSNorm(head_dim, eps=1e-6, **made) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(num_heads, **made)) if sinks else None
+        self.positions = positions
+        if positions is not None:
+            positions.fit(num_heads, head_dim)
+            positions.to(self.query.weight.device)
+        self._mask, self.mask_tensors = _own(mask, self.query.weight.device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform q, k, v and gate, zero biases and sinks, as nn.MultiheadAttention begins."""
+        for linear in (self.query, self.key, self.value, self.out, self.gate):
+            if linear is not None:
+                if linear is self.out:
+                    linear.reset_parameters()
+                else:
+                    nn.init.xavier_uniform_(linear.weight)
+                if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                    nn.init.zeros_(linear.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    @property
+    def mask(self) -> Mask | None:
+        """The layer's own mask, with its tensors where the layer is."""
+        if self.mask_tensors is None or self._mask is None:
+            return self._mask
+        leaves, spec = pytree.tree_flatten(self._mask)
+        tensors = iter(self.mask_tensors.buffers())
+        return pytree.tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, mask: Mask | None = ...,
+        bias: Tensor | None = ..., position_ids: Tensor | None = ..., key_position_ids: Tensor | None = ...,
+        cache: KVCache | None = ..., return_weights: Literal[False] = ..., seed: int | None = ..., kernel: str = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, mask: Mask | None = ...,
+        bias: Tensor | None = ..., position_ids: Tensor | None = ..., key_position_ids: Tensor | None = ...,
+        cache: KVCache | None = ..., return_weights: Literal[True], seed: int | None = ..., kernel: str = ...,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        key_position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        return_weights: bool = False,
+        seed: int | None = None,
+        kernel: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from query to key and value; layer(x) is self-attention, layer(x, memory) cross-attention.
+
+        query, key, value  [batch, tokens, dim], or all without batch; value is key unless given, key is query
+        mask, bias         as in attention(); the layer's own mask holds as well
+        position_ids       [tokens] or [batch, tokens]: where the tokens stand, for packed or left-padded batches; masks
+                           go by columns all the same. key_position_ids where keys are not the queries' own tokens
+        cache              new_cache(…): keys and values are added to it and all of it is attended to
+        return_weights     also [batch, heads, q_len, kv_len], softmax's weights before dropout; the output does not change
+        seed               makes dropout a hash of (seed, batch, head, q, k)
+        """
+        if query.dim() == 2:
+            key, value = (None if x is None else x.unsqueeze(0) for x in (key, value))
+            found = self.forward(
+                query.unsqueeze(0), key, value, mask=mask, bias=bias, position_ids=position_ids,
+                key_position_ids=key_position_ids, cache=cache, return_weights=return_weights, seed=seed, kernel=kernel,
+            )  # fmt: skip
+            return found.squeeze(0) if isinstance(found, Tensor) else (found[0].squeeze(0), found[1].squeeze(0))
+        q, k, v, own = self._project(query, key, value)
+        start = key_start = None
+        positions = self.positions
+        if positions is not None and positions.turns:
+            q, k = self._turn(positions, q, k, own, position_ids, key_position_ids, cache)
+        if cache is not None:
+            k, v, start, key_start = cache.append(k, v)
+        if positions is not None and positions.biases:
+            added = self._bias(positions, q, k, own, position_ids, key_position_ids, start, key_start)
+            bias = added if bias is None else added + bias
+        if self._mask is not None:
+            mask = self.mask if mask is None else self.mask & mask  # pyright: ignore[reportOptionalOperand]
+        found = attention(
+            q, k, v, mask=mask, bias=bias, scale=self.scale, dropout=self.dropout if self.training else 0.0,
+            seed=seed, softcap=self.softcap, sinks=self.sinks, start=start, key_start=0 if key_start is None else key_start,
+            return_weights=return_weights, kernel=kernel,
+        )  # fmt: skip
+        if isinstance(found, Tensor):
+            return self._merge(found, query)
+        return self._merge(found[0], query), found[1]
+
+    def new_cache(
+        self,
+        batch: int,
+        max_tokens: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """An empty cache for this layer; rolling, with memory that does not grow with the text, where its mask is a window."""
+        weight = self.key.weight
+        device = weight.device if device is None else torch.device(device)
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type) and weight.dtype == torch.float32
+            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        window = None if self._mask is None else self._mask.reach
+        return KVCache(
+            batch, self.kv_heads, max_tokens, self.head_dim, self.value_head_dim, window=window, device=device, dtype=dtype
+        )
+
+    # ---- the parts of forward ---------------------------------------------------------------------------------------
+
+    def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """q, k, v as [batch, heads, tokens, head_dim], and whether keys are the queries' own tokens."""
+        own = key is None
+        if key is None:
+            key = query
+        if value is None:
+            value = key
+        B, T, Dq = query.shape if query.dim() == 3 else (0, 0, -1)
+        Bk, S, Dk = key.shape if key.dim() == 3 else (0, 0, -1)
+        Bv, Sv, Dv = value.shape if value.dim() == 3 else (0, 0, -1)
+        if not (B == Bk == Bv and S == Sv and Dq == self.embed_dim and Dk == self.key_dim and Dv == self.value_dim):
+            raise self._misfit(query, key, value)
+        q = self.query(query).view(B, T, self.num_heads, self.head_dim)
+        k = self.key(key).view(B, S, self.kv_heads, self.head_dim)
+        v = self.value(value).view(B, S, self.kv_heads, self.value_head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), own
+
+    def _merge(self, out: Tensor, query: Tensor) -> Tensor:
+        """[batch, heads, tokens, value_head_dim] → [batch, tokens, out_dim]"""
+        out = out.transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            out = out * torch.sigmoid(self.gate(query))
+        out = self.out(out)
+        return F.dropout(out, self.out_dropout, self.training) if self.out_dropout else out
+
+    def _turn(
+        self, positions: Positions, q: Tensor, k: Tensor, own: bool, q_ids: Tensor | None, k_ids: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if own or cache is not None:
+            start = 0 if cache is None else cache.start
+            q_at = _at(start, q) if q_ids is None else _ids("position_ids", q_ids, q)
+            return positions.turn(q, k, q_at, q_at if k_ids is None else _ids("key_position_ids", k_ids, k))
+        q_at = _at(k.shape[2] - q.shape[2], q) if q_ids is None else _ids("position_ids", q_ids, q)
+        return positions.turn(q, k, q_at, _at(0, k) if k_ids is None else _ids("key_position_ids", k_ids, k))
+
+    def _bias(
+        self, positions: Positions, q: Tensor, k: Tensor, own: bool, q_ids: Tensor | None, k_ids: Tensor | None, start: Any, key_start: Any
+    ) -> Tensor:  # fmt: skip
+        if start is not None and (q_ids is not None or k_ids is not None):
+            raise ValueError(
+                f"MultiHeadAttention: {type(positions).__name__} takes distances from the cache's own positions; "
+                "leave position_ids out when you pass a cache"
+            )
+        q_at = _at(k.shape[2] - q.shape[2] if start is None else start, q) if q_ids is None else _ids("position_ids", q_ids, q)
+        k_ids = q_ids if own and k_ids is None else k_ids
+        k_at = _at(key_start or 0, k) if k_ids is None else _ids("key_position_ids", k_ids, k)
+        return positions.bias(q_at, k_at)
+
+    def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
+        wants = {"query": (query, self.embed_dim), "key": (key, self.key_dim), "value": (value, self.value_dim)}
+        said = "; ".join(f"{n} [batch, tokens, {d}] has shape {list(x.shape)}" for n, (x, d) in wants.items())
+        return ValueError(f"MultiHeadAttention: query, key and value must share the batch, key and value their tokens; {said}")
+
+    def extra_repr(self) -> str:
+        said = [f"heads={self.num_heads}", f"head_dim={self.head_dim}"]
+        said += [f"kv_heads={self.kv_heads}"] if self.kv_heads != self.num_heads else []
+        for name in ("dropout", "out_dropout", "softcap", "scale"):
+            said += [f"{name}={getattr(self, name):g}"] if getattr(self, name) else []
+        return ", ".join(said + ([] if self._mask is None else [f"mask={self._mask!r}"]))
+
+
+def _own(mask: Mask | None, device: torch.device) -> tuple[Mask | None, nn.Module | None]:
+    """The layer's mask, and a module that holds its tensors as buffers, so that .to() and state_dict see them."""
+    if mask is None or not mask.leaves():
+        return mask, None
+    holder = nn.Module()
+    for i, leaf in enumerate(mask.leaves()):
+        holder.register_buffer(f"tensor{i}", leaf.to(device))
+    return mask, holder
+
+
+def _at(start: int | Tensor, x: Tensor) -> Tensor:
+    """The positions of x's tokens, [tokens] or [batch, tokens]."""
+    tokens = torch.arange(x.shape[2], device=x.device)
+    return start.to(x.device).unsqueeze(1) + tokens if isinstance(start, Tensor) else tokens + start
+
+
+def _ids(name: str, ids: Tensor, x: Tensor) -> Tensor:
+    B, T = x.shape[0], x.shape[2]
+    if not any(ids.shape[:n] == shape for n, shape in ((1, (T,)), (2, (B, T)), (2, (1, T)))):
+        raise ValueError(
+            f"MultiHeadAttention: {name} must be [tokens] or [batch, tokens] (one axis more for RoPE(axes=2)), here [{T}] "
+            f"or [{B}, {T}]; its shape is {list(ids.shape)}"
+        )
+    return ids.to(x.device)
+
+
+def _check_sizes(
+    embed_dim: int, heads: int, kv_heads: int, head_dim: int | None, dropout: float, out_dropout: float, mask: object, positions: object
+) -> None:  # fmt: skip
+    if min(embed_dim, heads, kv_heads, 1 if head_dim is None else head_dim) < 1:
+        raise ValueError(
+            "MultiHeadAttention: embed_dim, num_heads, kv_heads and head_dim must be ≥ 1; they are "
+            f"{embed_dim}, {heads}, {kv_heads}, {head_dim}"
+        )
+    if head_dim is None and embed_dim % heads:
+        raise ValueError(
+            f"MultiHeadAttention: embed_dim ({embed_dim}) must be a multiple of num_heads ({heads}), or give head_dim="
+        )
+    if heads % kv_heads:
+        raise ValueError(f"MultiHeadAttention: num_heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+    if not 0 <= dropout <= 1 or not 0 <= out_dropout <= 1:
+        raise ValueError(f"MultiHeadAttention: dropout and out_dropout must be 0 … 1; they are {dropout} and {out_dropout}")
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"MultiHeadAttention: mask must be a multihead mask such as Causal(); it is a {type(mask).__name__}. "
+            "Wrap a bool tensor as Allowed(t) if True may attend, Blocked(t) if True may not"
+        )
+    if positions is not None and not isinstance(positions, Positions):
+        raise TypeError(
+            f"MultiHeadAttention: positions must be RoPE(), ALiBi(), RelativeBias(…) or your own Positions; "
+            f"it is a {type(positions).__name__}"
+        )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .kernels import reference
+from .kernels.fused import run_usual, usual
 from .kernels.spec import Spec
-from .masks import Mask
+from .masks import Causal, Mask
 from .masks.algebra import Position
 from .plan import choose
 
@@ -65,6 +66,18 @@ def attention(
     [batch, heads, q_len], −inf where there is nothing to attend to; with return_weights also softmax's weights before
     dropout [batch, heads, q_len, kv_len], computed beside a kernel that does not need them.
     """
+    if (
+        (mask is None or (type(mask) is Causal and start is None))
+        and bias is None
+        and kernel == "auto"
+        and not (dropout or return_lse or return_weights)
+        and softcap is None
+        and sinks is None
+        and usual(q, k, v)
+    ):
+        out = run_usual(q, k, v, mask is not None, scale)
+        if out is not None:
+            return out
     if q.dim() == 3 and k.dim() == 3 and v.dim() == 3:
         found = attention(
             *(x.unsqueeze(0) for x in (q, k, v)), mask=mask, bias=bias, scale=scale, dropout=dropout, seed=seed,

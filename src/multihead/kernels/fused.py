@@ -48,8 +48,10 @@ def quadratic_bytes(spec: Spec) -> int:
     parts, causal, _ = _parts(spec.mask, spec.frame)
     if causal or not (parts or spec.bias is not None):
         return 0
-    batch = max([p.batch for p in parts] + ([] if spec.bias is None else [spec.bias.shape[0]]))
-    heads = max([p.heads for p in parts] + ([] if spec.bias is None else [spec.bias.shape[1]]))
+    shape = (1, 1, 1) if spec.bias is None else spec.bias.shape[:3]
+    batch, heads = max([shape[0], *(p.batch for p in parts)]), max([shape[1], *(p.heads for p in parts)])
+    if shape[2] == 1 and not any(p.by_query for p in parts):
+        return 0
     return batch * heads * spec.q_len * spec.kv_len * (1 + spec.dtype.itemsize)
 
 

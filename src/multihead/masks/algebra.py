@@ -142,6 +142,11 @@ class Mask:
     def heads(self) -> int:
         return 1
 
+    @property
+    def by_query(self) -> bool:
+        """False where every query of a batch entry sees the same keys: the mask is a row, not a square."""
+        return True
+
     # ---- looking ----------------------------------------------------------------------------------------------------
 
     def dense(
@@ -297,6 +302,10 @@ class _Several(Mask):
     def heads(self) -> int:
         return max(part.heads for part in self.parts)
 
+    @property
+    def by_query(self) -> bool:
+        return any(part.by_query for part in self.parts)
+
     def __repr__(self) -> str:
         return f" {self.sign} ".join(f"({p!r})" if isinstance(p, _Several) else repr(p) for p in self.parts)
 
@@ -387,6 +396,10 @@ class Not(Mask):
     @property
     def heads(self) -> int:
         return self.mask.heads
+
+    @property
+    def by_query(self) -> bool:
+        return self.mask.by_query
 
     def describe(self, lang: Lang = "en") -> str:
         words = self.mask.describe(lang)

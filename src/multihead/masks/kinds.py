@@ -122,6 +122,10 @@ class Lengths(Mask):
     def batch(self) -> int:
         return self.keys.shape[0]
 
+    @property
+    def by_query(self) -> bool:
+        return self.queries is not None
+
     def describe(self, lang: Lang = "en") -> str:
         if lang == "zh":
             return "每个样本只有前 keys[b] 个键有效，其余是右侧填充" + ("，查询同理" if self.queries is not None else "")
@@ -159,6 +163,10 @@ class Keys(Mask):
     @property
     def batch(self) -> int:
         return self.allowed.shape[0]
+
+    @property
+    def by_query(self) -> bool:
+        return False
 
     def describe(self, lang: Lang = "en") -> str:
         return "the keys marked True are real, the rest is padding" if lang == "en" else "标为 True 的键有效，其余是填充"
@@ -249,6 +257,10 @@ class Prefix(Mask):
     def batch(self) -> int:
         return self.n.shape[0]
 
+    @property
+    def by_query(self) -> bool:
+        return False
+
     def describe(self, lang: Lang = "en") -> str:
         n = str(self.n.tolist()[0]) if self.batch == 1 and self.n.device.type == "cpu" else "n[b]"
         return f"every query sees the first {n} keys" if lang == "en" else f"所有查询都能看到前 {n} 个键"
@@ -285,6 +297,10 @@ class ValidLens(Mask):
     @property
     def batch(self) -> int:
         return self.lens.shape[0]
+
+    @property
+    def by_query(self) -> bool:
+        return self.lens.ndim == 2
 
     def describe(self, lang: Lang = "en") -> str:
         if self.lens.ndim == 1:
@@ -360,6 +376,10 @@ class Table(Mask):
     @property
     def heads(self) -> int:
         return self.table.shape[1]
+
+    @property
+    def by_query(self) -> bool:
+        return self.table.shape[2] > 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({show(self.tensor)}{', absolute=True' if self.absolute else ''})"

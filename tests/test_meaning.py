@@ -184,6 +184,8 @@ def test_kv_head_of_a_query_head(kernel, device, dtype):
 def test_scale(kernel, device, dtype):
     q, k, v = make(device=device, dtype=dtype)
     torch.testing.assert_close(call(kernel, q, k, v), call(kernel, q, k, v, scale=11**-0.5))
+    backwards = call(kernel, q, k, v, scale=-0.5)
+    torch.testing.assert_close(backwards, call(kernel, -q, k, v, scale=0.5), rtol=HALF[dtype], atol=HALF[dtype])
     flat = call(kernel, q, k, v, scale=0.0)
     mean = v.double().mean(2, keepdim=True).repeat_interleave(H // G, 1).expand_as(flat)
     torch.testing.assert_close(flat.double(), mean, rtol=HALF[dtype], atol=HALF[dtype])
@@ -255,11 +257,12 @@ def test_forward_mode_is_the_references(device):
     q, k, v = make(device=device)
     with pytest.raises(ValueError, match="have no forward-mode derivative; kernels that can here: reference"):
         torch.func.jvp(lambda q: mh.attention(q, k, v, kernel="fused"), (q,), (q,))
+    q, k, v = make(device=device, dtype=torch.float64)
     for kernel in ("auto", "reference"):
         tangent = torch.func.jvp(lambda q: mh.attention(q, k, v, kernel=kernel), (q,), (q,))[1]  # noqa: B023
-        step = 1e-3
+        step = 1e-5
         slope = (mh.attention(q * (1 + step), k, v) - mh.attention(q * (1 - step), k, v)) / (2 * step)
-        torch.testing.assert_close(tangent, slope, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(tangent, slope, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "lengths_empty", "where"])

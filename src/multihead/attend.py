@@ -73,6 +73,7 @@ def attention(
         and not (dropout or return_lse or return_weights)
         and softcap is None
         and sinks is None
+        and (scale is None or scale > 0)
         and usual(q, k, v)
     ):
         out = run_usual(q, k, v, mask is not None, scale)
@@ -85,7 +86,8 @@ def attention(
             return_weights=return_weights, kernel=kernel,
         )  # fmt: skip
         return found.squeeze(0) if isinstance(found, Tensor) else tuple(x.squeeze(0) for x in found)
-    if torch.is_autocast_enabled(q.device.type):
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         q, k, v = _autocast(q, k, v)
     spec = Spec(q, k, v, mask, bias, scale, dropout, seed, softcap, sinks, return_lse, start, key_start)
     if not (return_lse or return_weights):

@@ -151,7 +151,7 @@ class MultiHeadAttention(nn.Module):
             )  # fmt: skip
             return found.squeeze(0) if isinstance(found, Tensor) else (found[0].squeeze(0), found[1].squeeze(0))
         q, k, v, own = self._project(query, key, value)
-        start = key_start = None
+        start, key_start = None, 0
         positions = self.positions
         if positions is not None and positions.turns:
             q, k = self._turn(positions, q, k, own, position_ids, key_position_ids, cache)
@@ -164,7 +164,7 @@ class MultiHeadAttention(nn.Module):
             mask = self.mask if mask is None else self.mask & mask  # pyright: ignore[reportOptionalOperand]
         found = attention(
             q, k, v, mask=mask, bias=bias, scale=self.scale, dropout=self.dropout if self.training else 0.0,
-            seed=seed, softcap=self.softcap, sinks=self.sinks, start=start, key_start=0 if key_start is None else key_start,
+            seed=seed, softcap=self.softcap, sinks=self.sinks, start=start, key_start=key_start,
             return_weights=return_weights, kernel=kernel,
         )  # fmt: skip
         if isinstance(found, Tensor):
@@ -183,7 +183,8 @@ class MultiHeadAttention(nn.Module):
         weight = self.key.weight
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
-            autocast = torch.is_autocast_enabled(device.type) and weight.dtype == torch.float32
+            kind = device.type
+            autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         window = None if self._mask is None else self._mask.reach
         return KVCache(
@@ -208,7 +209,8 @@ class MultiHeadAttention(nn.Module):
         k = self.key(key).view(B, S, self.kv_heads, self.head_dim)
         v = self.value(value).view(B, S, self.kv_heads, self.value_head_dim)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
+            exact = self.query_norm.weight.dtype  # under autocast q is narrower than the gains
+            q, k = self.query_norm(q.to(exact)).to(v.dtype), self.key_norm(k.to(exact)).to(v.dtype)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), own
 
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ class MultiHeadAttention(nn.Module):
             )
         q_at = _at(k.shape[2] - q.shape[2] if start is None else start, q) if q_ids is None else _ids("position_ids", q_ids, q)
         k_ids = q_ids if own and k_ids is None else k_ids
-        k_at = _at(key_start or 0, k) if k_ids is None else _ids("key_position_ids", k_ids, k)
+        k_at = _at(key_start, k) if k_ids is None else _ids("key_position_ids", k_ids, k)
         return positions.bias(q_at, k_at)
 
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> ValueError:

@@ -32,10 +32,12 @@ def refuses(spec: Spec) -> str | None:
             return "SDPA draws its own dropout and cannot follow a seed"
         if spec.device.type == "cpu":
             return "on CPU, SDPA with dropout falls to an L×L path of its own"
+        if spec.dropout == 1.0:
+            return "SDPA divides by zero where dropout is 1"
     if spec.dtype == torch.float64 and spec.device.type == "cuda":
         return "torch has no fused float64 kernel on CUDA"
-    if spec.bias is not None and spec.bias.requires_grad and spec.device.type == "cpu" and torch.is_grad_enabled():
-        return "on CPU, SDPA falls to an L×L path of its own where a bias needs a gradient"
+    if spec.bias is not None and spec.bias.requires_grad and torch.is_grad_enabled():
+        return "where a bias needs a gradient, SDPA falls to an L×L path on CPU and fails for some lengths on CUDA"
     if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return "torch's fused kernels have no forward-mode derivative"
     return None
@@ -57,15 +59,19 @@ def quadratic_bytes(spec: Spec) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, None]:
     """out [batch, heads, q_len, v_dim]; SDPA keeps its log-sum-exp to itself."""
-    mask, causal = None, False
+    mask, causal, empty = None, False, None
     if spec.mask is not None or spec.bias is not None or spec.ragged:
-        q, k, v, mask, causal = _lower(q, k, v, spec)
+        q, k, v, mask, causal, empty = _lower(q, k, v, spec)
     if spec.head_dim != spec.v_dim or spec.device.type == "cuda":
         q, k, v = _pad(q, k, v, spec)
+    scale = spec.scale
+    if not scale > 0:  # kernels take the largest score before they scale
+        q, scale = q * scale, 1.0
     if not q.stride(3) == k.stride(3) == v.stride(3) == 1:  # torch would leave its fused kernel without a word
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = _grouped(q, k, v, mask, causal, spec) if spec.kv_heads != spec.heads else _sdpa(q, k, v, mask, causal, spec.scale, spec.dropout)
-    return (out if out.shape[3] == spec.v_dim else out[..., : spec.v_dim]), None
+    out = _grouped(q, k, v, mask, causal, spec, scale)
+    out = out if out.shape[3] == spec.v_dim else out[..., : spec.v_dim]
+    return (out if empty is None else out.masked_fill(empty, 0.0)), None
 
 
 def _sdpa(
@@ -73,7 +79,7 @@ def _sdpa(
 ) -> Tensor:  # fmt: skip
     """The call itself, its gradient marked as one that cannot be differentiated again."""
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
-    if out.requires_grad and out.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and out.requires_grad and out.grad_fn is not None:
         out.grad_fn.register_hook(_first_order_only)
     return out
 
@@ -85,7 +91,8 @@ def usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
     cache, and the long way costs 90 µs where it costs 10 in a loop (B 4, S 128, d 512, bf16: 4 % of the layer).
     """
     return (
-        q.dim() == 4
+        not torch.compiler.is_compiling()
+        and q.dim() == 4
         and q.is_same_size(k)
         and q.is_same_size(v)
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -114,23 +121,32 @@ def _parts(mask: Mask | None, frame: Frame) -> tuple[list[Mask], bool, bool]:
     return parts, causal, square and all(part.diagonal for part in parts)
 
 
-def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """SDPA's mask and is_causal; and q, k, v without what no one may see, since 0 · NaN is NaN in a matrix product."""
+def _lower(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, Tensor | None]:
+    """q, k, v without what no one may see, since 0 · NaN is NaN in a product; SDPA's mask; is_causal; rows to be zeroed.
+
+    A row that may attend to nothing is let attend to everything and zeroed afterwards: of torch's kernels some return zero
+    for it, cuDNN returns the mean of v.
+    """
     frame = spec.frame
     parts, causal, seen = _parts(spec.mask, frame)
     for part in parts:
         part.check(frame)
     if causal and spec.bias is None:
-        return q, k, v, None, True
-    allowed = evaluate(And(*parts), frame) if parts else frame.there()
+        return q, k, v, None, True, None
+    allowed, empty = evaluate(And(*parts), frame) if parts else frame.there(), None
     if allowed is not None and not seen:
-        q = q.masked_fill(~allowed.any(3, keepdim=True), 0.0)
+        empty = ~allowed.any(3, keepdim=True)
         columns = ~allowed.any(2, keepdim=True).any(1, keepdim=True).mT
-        k, v = k.masked_fill(columns, 0.0), v.masked_fill(columns, 0.0)
-    if spec.bias is None:
-        return q, k, v, allowed, False
-    bias = spec.bias.to(q.dtype)
-    return q, k, v, bias if allowed is None else torch.where(allowed, bias, -math.inf), False
+        q, k, v = q.masked_fill(empty, 0.0), k.masked_fill(columns, 0.0), v.masked_fill(columns, 0.0)
+        allowed = allowed | empty
+    if spec.bias is not None:
+        bias = spec.bias.to(q.dtype)
+        allowed = bias if allowed is None else torch.where(allowed, bias, -math.inf)
+    if allowed is not None and allowed.shape[3] == 1:
+        allowed = allowed.expand(-1, -1, -1, spec.kv_len).contiguous()  # CUDA wants its last axis whole
+    return q, k, v, allowed, False, empty
 
 
 # ---- what SDPA does badly by itself ---------------------------------------------------------------------------------
@@ -146,18 +162,19 @@ def _pad(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, T
     return q, k, v if spec.v_dim == E else F.pad(v, (0, E - spec.v_dim))
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, spec: Spec) -> Tensor:
-    """Several query heads on one kv head, without repeating the keys where torch allows it."""
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, spec: Spec, scale: float) -> Tensor:
+    """SDPA; where several query heads share a kv head, without repeating the keys if torch allows it."""
     B, H, T, D = q.shape
     G, R = spec.kv_heads, H // spec.kv_heads
-    if T <= FOLD and not causal:
+    few = T == 1 if torch.compiler.is_compiling() else T <= FOLD  # a compiled graph must hold for every length above 1
+    if R > 1 and few and not causal:
         if mask is not None and mask.shape[1:3] != (1, 1):
             mask = mask.expand(-1, H, T, -1).reshape(mask.shape[0], G, R * T, -1)
-        return _sdpa(q.reshape(B, G, R * T, D), k, v, mask, False, spec.scale, spec.dropout).reshape(B, H, T, -1)
-    if spec.device.type == "cuda" and (mask is not None or spec.dtype == torch.float32):
+        return _sdpa(q.reshape(B, G, R * T, D), k, v, mask, False, scale, spec.dropout).reshape(B, H, T, -1)
+    if R > 1 and spec.device.type == "cuda" and (mask is not None or spec.dtype == torch.float32):
         k, v = k.repeat_interleave(R, 1), v.repeat_interleave(R, 1)  # enable_gqa would take the L×L path
-        return _sdpa(q, k, v, mask, causal, spec.scale, spec.dropout)
-    return _sdpa(q, k, v, mask, causal, spec.scale, spec.dropout, True)
+        R = 1
+    return _sdpa(q, k, v, mask, causal, scale, spec.dropout, R > 1)
 
 
 # ---- what SDPA cannot say -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ query i may not see reaches neither row i nor any gradient through it.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def quadratic_bytes(spec: Spec) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """out [batch, heads, q_len, v_dim], lse [batch, heads, q_len] in the dtype of the computation."""
-    with torch.autocast(q.device.type, enabled=False):
+    with _exactly(q.device.type):
         w, lse, allowed = _softmax(q, k, spec)
         w = _dropout(w, spec)
         v = _repeat(v, spec).to(w.dtype)
@@ -45,7 +46,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 def weights(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     """softmax of the scores before dropout, [batch, heads, q_len, kv_len]: the rows sum to one, or to zero where a query
     sees nothing (to less than one with sinks)."""
-    with torch.autocast(q.device.type, enabled=False):
+    with _exactly(q.device.type):
         return _softmax(q, k, spec)[0].to(q.dtype)
 
 
@@ -81,6 +82,12 @@ def _allowed(spec: Spec) -> Tensor:
         return evaluate(spec.mask, frame)
     there = frame.there()
     return there if there is not None else torch.ones(1, 1, 1, 1, dtype=torch.bool, device=spec.device)
+
+
+def _exactly(kind: str) -> AbstractContextManager[object]:
+    """No autocast in here: the definition chooses its own precision."""
+    available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -269,8 +269,11 @@ def register(kind: _M) -> _M:
         flatten,
         unflatten,
         serialized_type_name=f"multihead.masks.{kind.__name__}",
+        to_dumpable_context=list,
+        from_dumpable_context=tuple,
         flatten_with_keys_fn=flatten_with_keys,
     )
+    torch.serialization.add_safe_globals([kind])  # plain data: a saved program may hold one as its example input
     return kind
 
 

@@ -519,7 +519,8 @@ def _check_batch(mask: Mask, batch: int, frame: Frame) -> None:
 
 
 def _check_device(mask: Mask, tensor: Tensor, frame: Frame) -> None:
-    if tensor.device != frame.device:
+    here, there = tensor.device, frame.device
+    if here.type != there.type or (here.index is not None and there.index is not None and here.index != there.index):
         raise ValueError(
             f"{type(mask).__name__}: the mask is on {tensor.device} but the call is on {frame.device}; "
             f'write mask.to("{frame.device}")'

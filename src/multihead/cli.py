@@ -1,0 +1,33 @@
+"""The command line: `multihead see [TEXT]`."""
+
+from __future__ import annotations
+
+import argparse
+import locale
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from . import demo
+from .masks.algebra import Lang
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="multihead", description="Multi-head attention you can use, see and check.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    see = commands.add_parser("see", help="look at what a layer attends to in a text")
+    see.add_argument("text", nargs="?", help="the text; a line of English or Chinese unless given")
+    see.add_argument("--lang", choices=("en", "zh"), default=_language(), help="language of the output (default: %(default)s)")
+    asked = parser.parse_args(arguments)
+    lang = cast(Lang, asked.lang)
+    try:
+        print(demo.see(demo.TEXTS[lang] if asked.text is None else asked.text, lang))
+    except ValueError as error:
+        print(f"multihead see: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _language() -> Lang:
+    return "zh" if (locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"

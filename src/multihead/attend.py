@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .kernels import reference
-from .kernels.fused import run_usual, usual
+from .kernels.fused import suits, quick, step
 from .kernels.spec import Spec
 from .masks import Causal, Mask
 from .masks.algebra import Position
@@ -67,16 +67,15 @@ def attention(
     dropout [batch, heads, q_len, kv_len], computed beside a kernel that does not need them.
     """
     if (
-        (mask is None or (type(mask) is Causal and start is None))
+        (mask is None or (type(mask) is Causal and mask.align == "end"))
         and bias is None
         and kernel == "auto"
         and not (dropout or return_lse or return_weights)
         and softcap is None
         and sinks is None
         and (scale is None or scale > 0)
-        and usual(q, k, v)
     ):
-        out = run_usual(q, k, v, mask is not None, scale)
+        out = quick(q, k, v, mask, scale, start, key_start)
         if out is not None:
             return out
     if q.dim() == 3 and k.dim() == 3 and v.dim() == 3:
@@ -106,3 +105,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the arguments of SDPA, here for every kernel alike."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
+__all__ = ["attention", "suits", "step"]

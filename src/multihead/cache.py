@@ -42,6 +42,7 @@ class KVCache:
         columns = max_tokens if window is None else min(max_tokens, 2 * window)
         self._k = torch.zeros(batch, kv_heads, columns, head_dim, device=device, dtype=dtype)
         self._v = torch.zeros(batch, kv_heads, columns, v_dim or head_dim, device=device, dtype=dtype)
+        self._sizes = (batch, kv_heads, head_dim, v_dim or head_dim)
         self._end = 0  # columns in use
         self._tokens = 0  # of the longest text
         self._lengths: Tensor | None = None  # on the host, where texts differ; else all have _tokens
@@ -55,7 +56,7 @@ class KVCache:
 
     @property
     def batch(self) -> int:
-        return self._k.shape[0]
+        return self._sizes[0]
 
     @property
     def start(self) -> Start:
@@ -81,18 +82,35 @@ class KVCache:
         k, v  [batch, kv_heads, new tokens, head_dim | v_dim]
         """
         self._check(k, v)
-        start, T = self.start, k.shape[2]
-        if self._end + T > self._k.shape[2]:
+        start, T, end = self.start, k.shape[2], self._end + k.shape[2]
+        if end > self._k.shape[2]:
             k, v = self._roll(k, v)
         else:
-            self._write(k, v, self._end)
-            self._end += T
-            first = 0 if self.window is None else max(0, self._end - T - self.window + 1)
-            k, v = self._k[:, :, first : self._end], self._v[:, :, first : self._end]
+            self._write(k, v, self._end, end)
+            first = 0 if self.window is None else max(0, self._end - self.window + 1)
+            k, v = self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
+            self._end = end
         self._tokens += T
         if self._lengths is not None:
             self._lengths = self._lengths + T
-        return k, v, start, self.start - k.shape[2]
+        return k, v, start, start + T - k.shape[2]
+
+    def push(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """append() of one token where nothing is in the way: all texts equally long, room left, no gradient; else None.
+
+        Returns the keys and values that the token may see.
+        """
+        end, (B, G, D, E) = self._end, self._sizes
+        if k.shape != (B, G, 1, D) or v.shape != (B, G, 1, E) or end == self._k.shape[2] or self._lengths is not None:
+            return None
+        if k.dtype != self._k.dtype or k.device != self._k.device or self._k.requires_grad or torch.is_grad_enabled():
+            return None
+        self._k.narrow(2, end, 1).copy_(k)
+        self._v.narrow(2, end, 1).copy_(v)
+        first = 0 if self.window is None else max(0, end + 1 - self.window)
+        self._end = end + 1
+        self._tokens += 1
+        return self._k.narrow(2, first, end + 1 - first), self._v.narrow(2, first, end + 1 - first)
 
     def _roll(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The buffer is full: what a later query can still see moves to its front."""
@@ -107,25 +125,23 @@ class KVCache:
         v = torch.cat([self._v[:, :, first : self._end], v], 2)
         fits = k.shape[2] <= self._k.shape[2]
         self._end = k.shape[2] if fits else min(keep, self._k.shape[2])
-        self._write(k[:, :, k.shape[2] - self._end :], v[:, :, v.shape[2] - self._end :], 0)
+        self._write(k[:, :, k.shape[2] - self._end :], v[:, :, v.shape[2] - self._end :], 0, self._end)
         return k, v
 
-    def _write(self, k: Tensor, v: Tensor, at: int) -> None:
-        end = at + k.shape[2]
+    def _write(self, k: Tensor, v: Tensor, at: int, end: int) -> None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self._k.requires_grad):
             self._k = self._k.slice_scatter(k, 2, at, end)  # keeps the graph whole, at the price of a copy
             self._v = self._v.slice_scatter(v, 2, at, end)
         else:
-            self._k[:, :, at:end] = k
-            self._v[:, :, at:end] = v
+            self._k.narrow(2, at, end - at).copy_(k)
+            self._v.narrow(2, at, end - at).copy_(v)
 
     def _check(self, k: Tensor, v: Tensor) -> None:
-        B, G, _, D = self._k.shape
-        want, got = (B, G, D, self._v.shape[3]), (*k.shape[:2], k.shape[3], v.shape[3])
-        if want != got or k.shape[:3] != v.shape[:3]:
+        keys, values = k.shape, v.shape
+        if (*keys[:2], *keys[3:], *values[3:]) != self._sizes or keys[:3] != values[:3]:
             raise ValueError(
-                f"KVCache: was made for batch, kv_heads, head_dim, v_dim = {list(want)}; "
-                f"k has shape {list(k.shape)}, v has shape {list(v.shape)}"
+                f"KVCache: was made for batch, kv_heads, head_dim, v_dim = {list(self._sizes)}; "
+                f"k has shape {list(keys)}, v has shape {list(values)}"
             )
         if k.dtype != self._k.dtype or k.device != self._k.device:
             raise ValueError(
@@ -167,6 +183,7 @@ class KVCache:
             raise ValueError(f"KVCache.reorder: indices must be texts 0 … {self.batch - 1}; they are {chosen.tolist()}")
         on_device = chosen.to(self._k.device)
         self._k, self._v = self._k.index_select(0, on_device), self._v.index_select(0, on_device)
+        self._sizes = (len(chosen), *self._sizes[1:])
         if self._lengths is not None:
             self._lengths = self._lengths[chosen.cpu()]
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .attend import attention
+from .attend import attention, suits, step
 from .cache import KVCache
-from .masks import Mask
+from .masks import And, Causal, Mask, Window
 from .positions import Positions
 
 
@@ -82,6 +82,7 @@ class MultiHeadAttention(nn.Module):
             positions.fit(num_heads, head_dim)
             positions.to(self.query.weight.device)
         self._mask, self.mask_tensors = _own(mask, self.query.weight.device)
+        self._past, self._window = mask is None or _hides_only_the_past(mask), None if mask is None else mask.reach
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -150,6 +151,10 @@ class MultiHeadAttention(nn.Module):
                 key_position_ids=key_position_ids, cache=cache, return_weights=return_weights, seed=seed, kernel=kernel,
             )  # fmt: skip
             return found.squeeze(0) if isinstance(found, Tensor) else (found[0].squeeze(0), found[1].squeeze(0))
+        if cache is not None and mask is bias is key is value is position_ids is seed is None and kernel == "auto":
+            out = self._step(query, cache) if not return_weights and query.shape[1:] == (1, self.embed_dim) else None
+            if out is not None:
+                return out
         q, k, v, own = self._project(query, key, value)
         start, key_start = None, 0
         positions = self.positions
@@ -186,10 +191,40 @@ class MultiHeadAttention(nn.Module):
             kind = device.type
             autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
-        window = None if self._mask is None else self._mask.reach
         return KVCache(
-            batch, self.kv_heads, max_tokens, self.head_dim, self.value_head_dim, window=window, device=device, dtype=dtype
-        )
+            batch, self.kv_heads, max_tokens, self.head_dim, self.value_head_dim,
+            window=self._window, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def _step(self, x: Tensor, cache: KVCache) -> Tensor | None:
+        """One token of every text, the most frequent call of all: nothing is hidden from it but what the cache leaves out.
+
+        None where anything is not as usual, before anything has changed; then the long way is taken (which costs 30 µs more:
+        13 % of a step at 4,096 cached tokens with two kv heads).
+        """
+        B = x.shape[0]
+        positions, H, G, D = self.positions, self.num_heads, self.kv_heads, self.head_dim
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not (self._past and cache.window == self._window)
+            or (self.training and (self.dropout or self.out_dropout))
+            or not (self.softcap is self.sinks is self.gate is None and D == self.value_head_dim)
+            or not (self.scale is None or self.scale > 0)
+            or (positions is not None and positions.biases)
+        ):
+            return None
+        q, k, v = self.query(x).view(B, H, 1, D), self.key(x).view(B, G, 1, D), self.value(x).view(B, G, 1, D)
+        if not suits(q):
+            return None
+        if self.query_norm is not None or positions is not None:
+            if self.query_norm is not None:
+                q, k = self._normalise(q, k, v)
+            if positions is not None:
+                at = _at(cache.start, q)
+                q, k = positions.turn(q, k, at, at)
+        found = cache.push(k, v)
+        return None if found is None else self.out(step(q.reshape(B, G, H // G, D), *found, self.scale).view(B, 1, H * D))
 
     # ---- the parts of forward ---------------------------------------------------------------------------------------
 
@@ -201,16 +236,16 @@ class MultiHeadAttention(nn.Module):
         if value is None:
             value = key
         B, T, Dq = query.shape if query.dim() == 3 else (0, 0, -1)
-        Bk, S, Dk = key.shape if key.dim() == 3 else (0, 0, -1)
-        Bv, Sv, Dv = value.shape if value.dim() == 3 else (0, 0, -1)
-        if not (B == Bk == Bv and S == Sv and Dq == self.embed_dim and Dk == self.key_dim and Dv == self.value_dim):
+        if key is value is query:
+            S, fits = T, Dq == self.embed_dim == self.key_dim == self.value_dim
+        else:
+            S, fits = key.shape[-2], self._fits(query, key, value)
+        if not fits:
             raise self._misfit(query, key, value)
-        q = self.query(query).view(B, T, self.num_heads, self.head_dim)
-        k = self.key(key).view(B, S, self.kv_heads, self.head_dim)
-        v = self.value(value).view(B, S, self.kv_heads, self.value_head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
-            exact = self.query_norm.weight.dtype  # under autocast q is narrower than the gains
-            q, k = self.query_norm(q.to(exact)).to(v.dtype), self.key_norm(k.to(exact)).to(v.dtype)
+        H, G, D, E = self.num_heads, self.kv_heads, self.head_dim, self.value_head_dim
+        q, k, v = self.query(query).view(B, T, H, D), self.key(key).view(B, S, G, D), self.value(value).view(B, S, G, E)
+        if self.query_norm is not None:
+            q, k = self._normalise(q, k, v)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), own
 
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
@@ -244,6 +279,21 @@ class MultiHeadAttention(nn.Module):
         k_at = _at(key_start, k) if k_ids is None else _ids("key_position_ids", k_ids, k)
         return positions.bias(q_at, k_at)
 
+    def _normalise(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.query_norm is None or self.key_norm is None:
+            return q, k
+        exact = self.query_norm.weight.dtype  # under autocast q is narrower than the gains
+        return self.query_norm(q.to(exact)).to(v.dtype), self.key_norm(k.to(exact)).to(v.dtype)
+
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        dims = (self.embed_dim, self.key_dim, self.value_dim)
+        return (
+            query.dim() == key.dim() == value.dim() == 3
+            and query.shape[0] == key.shape[0] == value.shape[0]
+            and key.shape[1] == value.shape[1]
+            and (query.shape[2], key.shape[2], value.shape[2]) == dims
+        )
+
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
         wants = {"query": (query, self.embed_dim), "key": (key, self.key_dim), "value": (value, self.value_dim)}
         said = "; ".join(f"{n} [batch, tokens, {d}] has shape {list(x.shape)}" for n, (x, d) in wants.items())
@@ -265,6 +315,13 @@ def _own(mask: Mask | None, device: torch.device) -> tuple[Mask | None, nn.Modul
     for i, leaf in enumerate(mask.leaves()):
         holder.register_buffer(f"tensor{i}", leaf.to(device))
     return mask, holder
+
+
+def _hides_only_the_past(mask: Mask) -> bool:
+    """From the newest token, nothing but what a cache with the mask's window leaves out."""
+    if isinstance(mask, And):
+        return all(_hides_only_the_past(part) for part in mask.parts)
+    return isinstance(mask, Window) or (isinstance(mask, Causal) and mask.align == "end")
 
 
 def _at(start: int | Tensor, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .kernels import reference
-from .kernels.fused import suits, quick, step
+from .kernels.fused import quick, step, suits, whole
 from .kernels.spec import Spec
 from .masks import Causal, Mask
 from .masks.algebra import Position
@@ -107,4 +107,4 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
-__all__ = ["attention", "suits", "step"]
+__all__ = ["attention", "step", "suits", "whole"]

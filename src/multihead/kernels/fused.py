@@ -101,7 +101,7 @@ def quick(
     Bk, G, S, Dk = keys
     if not (B and D and T and S) or B != Bk or D != Dk or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
-    if not suits(q):
+    if not suits(q, D):
         return None
     try:
         if T == S and H == G and start is None and not isinstance(key_start, Tensor):
@@ -115,11 +115,16 @@ def quick(
         return None
 
 
-def suits(q: Tensor) -> bool:
+def suits(x: Tensor, head_dim: int) -> bool:
     """Whether SDPA is fused for this device, dtype and head_dim as they are, nothing padded."""
     if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return False
-    return q.is_cpu or (q.is_cuda and q.dtype in HALF and q.shape[3] % 8 == 0)
+    return x.is_cpu or (x.is_cuda and x.dtype in HALF and head_dim % 8 == 0)
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Self-attention of equal shapes, known to suit()."""
+    return _sdpa(q, k, v, None, causal, scale, 0.0)
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -42,7 +42,11 @@ class Plain(nn.Module):
         return x.view(x.shape[0], x.shape[1], heads, self.head_dim).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.split(self.q(x), self.heads), self.split(self.k(x), self.kv_heads), self.split(self.v(x), self.kv_heads)
+        q, k, v = (
+            self.split(self.q(x), self.heads),
+            self.split(self.k(x), self.kv_heads),
+            self.split(self.v(x), self.kv_heads),
+        )
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
 
 
@@ -110,7 +114,11 @@ def layers(seconds: float, others: bool = True) -> list[dict[str, object]]:
             ours = mh.MultiHeadAttention(DIM, HEADS).to(dtype)
             contenders: dict[str, nn.Module] = {"plain": same_weights(ours), "ours": ours}
             if others and tokens <= 2048:
-                contenders |= {"by hand": ByHand().to(dtype), "nn.MHA": Torchs(False).to(dtype), "nn.MHA weights": Torchs(True).to(dtype)}
+                contenders |= {
+                    "by hand": ByHand().to(dtype),
+                    "nn.MHA": Torchs(False).to(dtype),
+                    "nn.MHA weights": Torchs(True).to(dtype),
+                }
             x = torch.randn(BATCH, tokens, DIM, dtype=dtype)
 
             def forward(m: nn.Module, x: Tensor = x) -> None:
@@ -145,7 +153,15 @@ def decoding(steps: int = 200) -> list[dict[str, object]]:
                     x, at = torch.randn(1, 1, DIM, dtype=dtype), iter(range(length, size))
                     calls = {"plain": lambda: plain(x, k_all, v_all, next(at)), "ours": lambda: ours(x, cache=cache)}  # noqa: B023
                     times = interleave(calls, 1e9, steps, steps)
-                rows.append({"dtype": name, "length": length, "kv_heads": kv_heads, "plain_ms": times["plain"] * 1e3, "ours": times["ours"] / times["plain"]})
+                rows.append(
+                    {
+                        "dtype": name,
+                        "length": length,
+                        "kv_heads": kv_heads,
+                        "plain_ms": times["plain"] * 1e3,
+                        "ours": times["ours"] / times["plain"],
+                    }
+                )
                 print(rows[-1], flush=True)
     return rows
 
@@ -197,10 +213,18 @@ def memory(runs: int = 5) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for grad in (False, True):
         kib = {
-            name: statistics.median(int(python(MEMORY.format(here=str(Path(__file__).parent), name=name, grad=grad))) for _ in range(runs))
+            name: statistics.median(
+                int(python(MEMORY.format(here=str(Path(__file__).parent), name=name, grad=grad))) for _ in range(runs)
+            )
             for name in ("plain", "ours")
         }
-        rows.append({"kind": "step" if grad else "forward", "plain_mib": kib["plain"] / 1024, "ours": kib["ours"] / kib["plain"]})
+        rows.append(
+            {
+                "kind": "step" if grad else "forward",
+                "plain_mib": kib["plain"] / 1024,
+                "ours": kib["ours"] / kib["plain"],
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 

@@ -95,7 +95,13 @@ def test_the_hash_of_dropout_is_murmurs():
         return mix(row ^ mix(k * 0x165667B1 + 0x9E3779B9)) >= round(p * 2**32)
 
     for seed in (0, 1, 12345, 2**62 + 99):
-        b, h, q, k = (torch.tensor(x).view([-1 if i == a else 1 for i in range(4)]) for a, x in enumerate([[0, 3], [0, 7], [0, 5, 10**6], [0, 1, 10**6]]))
+        b, h, q, k = (
+            torch.tensor(x).view([-1 if i == a else 1 for i in range(4)])
+            for a, x in enumerate([[0, 3], [0, 7], [0, 5, 10**6], [0, 1, 10**6]])
+        )
         found = reference.kept(seed, 0.4, b, h, q, k)
-        want = [[[[kept(seed, 0.4, x, y, z, w) for w in k.flatten().tolist()] for z in q.flatten().tolist()] for y in (0, 7)] for x in (0, 3)]
+        want = [
+            [[[kept(seed, 0.4, x, y, z, w) for w in k.flatten().tolist()] for z in q.flatten().tolist()] for y in (0, 7)]
+            for x in (0, 3)
+        ]
         assert found.tolist() == want

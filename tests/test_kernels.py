@@ -32,7 +32,11 @@ def attend(kernel, q, k, v, **options):
 def plainly(q, k, v, mask, dout):
     """What a kernel's error is compared with: naive and its gradients, with the keys in three orders."""
     outs, grads = [], []
-    table = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device) if mask is None else mask.dense(T, S, batch=B, heads=H, device=q.device)
+    table = (
+        torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device)
+        if mask is None
+        else mask.dense(T, S, batch=B, heads=H, device=q.device)
+    )
     for order in (torch.arange(S), torch.arange(S).flip(0), torch.arange(S).roll(3)):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
         order = order.to(q.device)
@@ -94,7 +98,9 @@ def test_gradient_into_the_bias(kernel, device):
     out = attend(kernel, q, k, v, mask=mh.Causal(), bias=bias)
     dout = cotangent(out)
     (grad,) = torch.autograd.grad((out * dout).sum(), bias)
-    torch.testing.assert_close(grad, oracle(q, k, v, mask=mh.Causal(), bias=bias, dout=dout).grads["bias"].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        grad, oracle(q, k, v, mask=mh.Causal(), bias=bias, dout=dout).grads["bias"].float(), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -184,7 +190,11 @@ def test_strides_do_not_matter(kernel, device):
 def test_gradcheck(options, name):
     sizes = Sizes(q_len=2, kv_len=3, heads=2, kv_heads=1, head_dim=3, v_dim=2)
     q, k, v = make(sizes, dtype=torch.float64, requires_grad=True)
-    parts = {n: torch.randn((1, 2, 2, 3) if n == "bias" else 2, dtype=torch.float64, requires_grad=True) for n in ("bias", "sinks") if n in options}
+    parts = {
+        n: torch.randn((1, 2, 2, 3) if n == "bias" else 2, dtype=torch.float64, requires_grad=True)
+        for n in ("bias", "sinks")
+        if n in options
+    }
     mask = {"none": None, "causal_padded": mh.Causal() & mh.Lengths([2, 3]), "lengths_empty": mh.Lengths([0, 2])}[name]
     fixed = {n: x for n, x in options.items() if n not in parts}
 
@@ -202,7 +212,9 @@ def test_gradcheck(options, name):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fused_gradcheck(kernel):
     q, k, v = make(Sizes(q_len=3, kv_len=4, heads=2, kv_heads=1, head_dim=3, v_dim=2), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: mh.attention(*x, mask=mh.Causal() & mh.Lengths([2, 4]), kernel=kernel), (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda *x: mh.attention(*x, mask=mh.Causal() & mh.Lengths([2, 4]), kernel=kernel), (q, k, v)
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -19,11 +19,20 @@ def by_einsum(layer, query, key=None, value=None, allowed=None):
     value = key if value is None else value
 
     def heads(linear, x, n):
-        return torch.einsum("btd,hed->bhte", x, linear.weight.unflatten(0, (n, -1))) + (0 if linear.bias is None else linear.bias.view(n, 1, -1))
+        return torch.einsum("btd,hed->bhte", x, linear.weight.unflatten(0, (n, -1))) + (
+            0 if linear.bias is None else linear.bias.view(n, 1, -1)
+        )
 
-    q, k, v = heads(layer.query, query, layer.num_heads), heads(layer.key, key, layer.kv_heads), heads(layer.value, value, layer.kv_heads)
+    q, k, v = (
+        heads(layer.query, query, layer.num_heads),
+        heads(layer.key, key, layer.kv_heads),
+        heads(layer.value, value, layer.kv_heads),
+    )
     if layer.query_norm is not None:
-        q, k = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight for x, n in ((q, layer.query_norm), (k, layer.key_norm)))
+        q, k = (
+            x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight
+            for x, n in ((q, layer.query_norm), (k, layer.key_norm))
+        )
     group = torch.arange(layer.num_heads) // (layer.num_heads // layer.kv_heads)
     s = torch.einsum("bhte,bhse->bhts", q, k[:, group]) * (layer.scale or 1 / math.sqrt(layer.head_dim))
     s = layer.softcap * torch.tanh(s / layer.softcap) if layer.softcap else s
@@ -45,7 +54,16 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "gate": {"gate": True},
     "scale": {"scale": 0.7},
-    "all": {"kv_heads": 2, "value_head_dim": 5, "qk_norm": True, "softcap": 2.0, "sinks": True, "gate": True, "scale": 0.9, "bias": False},
+    "all": {
+        "kv_heads": 2,
+        "value_head_dim": 5,
+        "qk_norm": True,
+        "softcap": 2.0,
+        "sinks": True,
+        "gate": True,
+        "scale": 0.9,
+        "bias": False,
+    },
 }
 
 
@@ -55,7 +73,11 @@ def test_the_layer_is_its_formula(options, masked):
     layer = mh.MultiHeadAttention(D, 6, **OPTIONS[options], dtype=torch.float64)
     for p in layer.parameters():
         nn.init.normal_(p, std=0.5)
-    query, key, value = torch.randn(B, T, D).double(), torch.randn(B, S, layer.key_dim).double(), torch.randn(B, S, layer.value_dim).double()
+    query, key, value = (
+        torch.randn(B, T, D).double(),
+        torch.randn(B, S, layer.key_dim).double(),
+        torch.randn(B, S, layer.value_dim).double(),
+    )
     mask = mh.Causal() & mh.Lengths([3, 7]) if masked else None
     want, weights = by_einsum(layer, query, key, value, None if mask is None else mask.dense(T, S))
     got, found = layer(query, key, value, mask=mask, return_weights=True)
@@ -121,7 +143,15 @@ def test_submodules_are_called_so_that_adapters_work():
     assert [getattr(layer, n).calls for n in ("query", "key", "value", "out")] == [1] * 4
 
 
-@pytest.mark.parametrize("mask", [mh.Keys(torch.tensor([[True, False, True]])), mh.Causal() & mh.Allowed(torch.ones(3, 3) > 0), mh.Lengths([2], [3])], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        mh.Keys(torch.tensor([[True, False, True]])),
+        mh.Causal() & mh.Allowed(torch.ones(3, 3) > 0),
+        mh.Lengths([2], [3]),
+    ],
+    ids=repr,
+)
 def test_the_layers_own_mask_follows_to_and_state_dict(mask):
     layer = mh.MultiHeadAttention(D, 4, mask=mask)
     assert layer.mask == mask

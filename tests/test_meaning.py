@@ -42,7 +42,11 @@ def test_layout(kernel, device, dtype):
     q, k, v = make(device=device, dtype=dtype)
     assert call(kernel, q, k, v).shape == (B, H, T, v.shape[3])
     layer = mh.MultiHeadAttention(12, 3, device=device, dtype=dtype)
-    y, weights = layer(torch.randn(2, 5, 12, device=device, dtype=dtype), torch.randn(2, 7, 12, device=device, dtype=dtype), return_weights=True)
+    y, weights = layer(
+        torch.randn(2, 5, 12, device=device, dtype=dtype),
+        torch.randn(2, 7, 12, device=device, dtype=dtype),
+        return_weights=True,
+    )
     assert y.shape == (2, 5, 12)
     assert weights.shape == (2, 3, 5, 7)
 
@@ -59,7 +63,10 @@ def test_true_means_may_attend(kernel, device, dtype):
 def test_a_bare_tensor_is_never_a_mask(kernel, device):
     q, k, v = make(device=device)
     for mask, advice in (
-        (torch.ones(T, S, dtype=torch.bool, device=device), r"write Allowed\(m\) if True may attend, Blocked\(m\) if True may not"),
+        (
+            torch.ones(T, S, dtype=torch.bool, device=device),
+            r"write Allowed\(m\) if True may attend, Blocked\(m\) if True may not",
+        ),
         (torch.zeros(T, S, device=device), r"masks.from_additive\(m\) if it is added to the scores"),
         (torch.ones(T, S, dtype=torch.int64, device=device), r"masks.from_zeros\(m\) if 0 blocks"),
     ):
@@ -87,7 +94,13 @@ def test_causal_is_aligned_at_the_end(kernel, device, dtype, lens):
 def test_positions_are_absolute(kernel, device, dtype):
     """A chunk of queries with its start gives the rows of the whole, for every mask over positions."""
     q, k, v = make(Sizes(q_len=S), device=device, dtype=dtype)
-    for mask in (mh.Causal(), mh.Window(3), mh.Window(2, ahead=2), mh.Causal() | mh.Prefix(3), mh.Where(lambda b, h, q, k: (q * k) % 3 != 1)):
+    for mask in (
+        mh.Causal(),
+        mh.Window(3),
+        mh.Window(2, ahead=2),
+        mh.Causal() | mh.Prefix(3),
+        mh.Where(lambda b, h, q, k: (q * k) % 3 != 1),
+    ):
         whole = call(kernel, q, k, v, mask=mask)
         chunk = call(kernel, q[:, :, 2:5], k, v, mask=mask, start=2)
         torch.testing.assert_close(chunk, whole[:, :, 2:5], rtol=HALF[dtype], atol=HALF[dtype])
@@ -137,7 +150,16 @@ def test_a_row_that_may_attend_to_nothing_is_zero(kernel, device, dtype, name):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("mask", [mh.Lengths([3, 5]), mh.Causal() & mh.Lengths([3, 5]), mh.Causal(align="start"), mh.Where(lambda b, h, q, k: k < 3 + 2 * b)], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        mh.Lengths([3, 5]),
+        mh.Causal() & mh.Lengths([3, 5]),
+        mh.Causal(align="start"),
+        mh.Where(lambda b, h, q, k: k < 3 + 2 * b),
+    ],
+    ids=repr,
+)
 def test_what_no_query_may_see_has_no_influence(kernel, device, dtype, mask, value):
     """NaN and inf in padding reach neither the output nor dq, dk, dv."""
     q, k, v = make(device=device, dtype=dtype)
@@ -193,7 +215,7 @@ def test_scale(kernel, device, dtype):
 
 def dropping(kernel, q, k, v, **options):
     if kernel == "fused" and (q.device.type == "cpu" or "seed" in options):
-        with pytest.raises(ValueError, match="kernel=\"fused\" cannot do this: .*dropout.*kernels that can here: reference"):
+        with pytest.raises(ValueError, match=r'kernel="fused" cannot do this: .*dropout.*kernels that can here: reference'):
             mh.attention(q, k, v, kernel=kernel, **options)
         pytest.skip("says that it cannot")
     return call(kernel, q, k, v, **options)
@@ -247,7 +269,9 @@ def test_second_derivatives_are_the_references(device):
     q, k, v = make(device=device, requires_grad=True)
     for kernel in ("auto", "fused"):
         (grad,) = torch.autograd.grad(mh.attention(q, k, v, kernel=kernel).sum(), q, create_graph=True)
-        with pytest.raises(NotImplementedError, match='can be differentiated once; for second derivatives write kernel="reference"'):
+        with pytest.raises(
+            NotImplementedError, match='can be differentiated once; for second derivatives write kernel="reference"'
+        ):
             torch.autograd.grad(grad.sum(), k)
     (grad,) = torch.autograd.grad(mh.attention(q, k, v, kernel="reference").square().sum(), q, create_graph=True)
     assert torch.autograd.grad(grad.sum(), k)[0].isfinite().all()
@@ -297,9 +321,14 @@ def test_a_kernel_that_cannot_says_why(device):
 
 def test_auto_warns_when_it_must_use_quadratic_memory(device):
     q = torch.zeros(1, 1, 3000, 8, device=device)
-    with pytest.warns(mh.QuadraticMemoryWarning, match='"auto" runs kernel "reference" with 103 MiB of L×L tensors, because SDPA has no softcap'):
+    with pytest.warns(
+        mh.QuadraticMemoryWarning,
+        match='"auto" runs kernel "reference" with 103 MiB of L×L tensors, because SDPA has no softcap',
+    ):
         mh.attention(q, q, q, softcap=5.0)
-    with pytest.warns(mh.QuadraticMemoryWarning, match='kernel "fused" with 43 MiB of L×L tensors, because SDPA takes such a mask'):
+    with pytest.warns(
+        mh.QuadraticMemoryWarning, match='kernel "fused" with 43 MiB of L×L tensors, because SDPA takes such a mask'
+    ):
         mh.attention(q, q, q, mask=mh.Window(7))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,7 +21,11 @@ def test_rotation_by_complex_numbers(layout):
     """Each pair is a complex number times e^(i p θ^(−2j/d))."""
     d, p = 8, torch.tensor([0, 1, 5, 1000])
     x = torch.randn(1, 1, 4, d, dtype=torch.float64)
-    pairs = torch.complex(x[..., : d // 2], x[..., d // 2 :]) if layout == "half" else torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = (
+        torch.complex(x[..., : d // 2], x[..., d // 2 :])
+        if layout == "half"
+        else torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    )
     angles = p[:, None] * 10_000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     want = torch.cat([turned.real, turned.imag], -1) if layout == "half" else torch.view_as_real(turned).flatten(-2)
@@ -34,7 +38,9 @@ def test_rotation_by_complex_numbers(layout):
 def test_scores_depend_on_the_distance_only(scaling, dim, layout):
     rope = mh.RoPE(dim=dim, layout=layout, scaling=scaling)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-    scores = [(rotate(rope, q, torch.tensor([p + 3])) * rotate(rope, k, torch.tensor([p]))).sum() for p in (0, 7, 123_456, 10_000_000)]
+    scores = [
+        (rotate(rope, q, torch.tensor([p + 3])) * rotate(rope, k, torch.tensor([p]))).sum() for p in (0, 7, 123_456, 10_000_000)
+    ]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(4), rtol=1e-7, atol=1e-7)
 
 
@@ -68,7 +74,10 @@ def test_two_axes():
 def test_scalings_by_their_definitions():
     d, f = 8, 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     torch.testing.assert_close(mh.RoPE(dim=d, scaling=Linear(4.0)).frequencies, f / 4)
-    torch.testing.assert_close(mh.RoPE(dim=d, scaling=NTK(4.0)).frequencies, (10_000.0 * 4 ** (8 / 6)) ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8))
+    torch.testing.assert_close(
+        mh.RoPE(dim=d, scaling=NTK(4.0)).frequencies,
+        (10_000.0 * 4 ** (8 / 6)) ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8),
+    )
     llama = mh.RoPE(theta=500_000.0, dim=128, scaling=Llama3(8.0, 8192)).frequencies
     plain = mh.RoPE(theta=500_000.0, dim=128).frequencies
     wavelength = 2 * math.pi / plain
@@ -181,15 +190,27 @@ def test_relative_bias_is_learned():
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: mh.RoPE(layout="paired"), ValueError, "layout must be \"half\" or \"interleaved\"; it is 'paired'"),
+        (lambda: mh.RoPE(layout="paired"), ValueError, 'layout must be "half" or "interleaved"; it is \'paired\''),
         (lambda: mh.RoPE(dim=5), ValueError, "must be a multiple of 2 .*there are 5"),
         (lambda: mh.RoPE(dim=6, axes=2), ValueError, "must be a multiple of 4 .*there are 6"),
         (lambda: mh.RoPE(theta=0.0), ValueError, "theta must be > 0 and axes ≥ 1; they are 0.0 and 1"),
-        (lambda: mh.MultiHeadAttention(8, 2, positions=mh.RoPE(dim=6)), ValueError, "dim is 6 but a head has only 4 features"),
+        (
+            lambda: mh.MultiHeadAttention(8, 2, positions=mh.RoPE(dim=6)),
+            ValueError,
+            "dim is 6 but a head has only 4 features",
+        ),
         (lambda: mh.MultiHeadAttention(8, 2, positions=mh.ALiBi([0.5])), ValueError, "there are 1 slopes and 2 heads"),
-        (lambda: mh.MultiHeadAttention(8, 2, positions=mh.RelativeBias(3)), ValueError, "made for 3 heads, the layer has 2"),
+        (
+            lambda: mh.MultiHeadAttention(8, 2, positions=mh.RelativeBias(3)),
+            ValueError,
+            "made for 3 heads, the layer has 2",
+        ),
         (lambda: mh.RelativeBias(2, 3), ValueError, "buckets is 3, of which 0 are such"),
-        (lambda: mh.RoPE().angles(torch.arange(3), torch.ones(1)), RuntimeError, r"fit\(heads, head_dim\) first, or give dim="),
+        (
+            lambda: mh.RoPE().angles(torch.arange(3), torch.ones(1)),
+            RuntimeError,
+            r"fit\(heads, head_dim\) first, or give dim=",
+        ),
         (lambda: mh.ALiBi().bias(torch.arange(3), torch.arange(3)), RuntimeError, "or give slopes="),
     ],
 )

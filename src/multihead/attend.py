@@ -49,12 +49,13 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Softmax attention.
 
-        out[b,h,t,e] = Σ_s softmax_s(cap(scale · q[b,h,t,:]·k[b,g,s,:]) + bias[b,h,t,s]) v[b,g,s,e],   g = h // (heads / kv_heads)
+        out[b,h,t,e] = Σ_s softmax_s(cap(scale · q[b,h,t,:]·k[b,g,s,:]) + bias[b,h,t,s]) v[b,g,s,e]
+        g = h // (heads / kv_heads)
 
     q        [batch, heads,    q_len,  head_dim]; or all three without batch
     k, v     [batch, kv_heads, kv_len, head_dim | v_dim]
     mask     what may attend: Causal(), Lengths(n), … and their & | ~; a query that may attend to nothing gets zeros
-    bias     added to the scores, [q_len, kv_len], [batch, …] or [batch, heads, …], size 1 where it does not vary; differentiable
+    bias     added to the scores, [q_len, kv_len], [batch, …] or [batch, heads, …], size 1 where it does not vary
     scale    1/√head_dim unless given
     dropout  the probability to drop a weight, applied as given; with seed, kept or dropped is a hash of (seed, b, h, q, k)
     softcap  cap(s) = softcap · tanh(s / softcap), before the bias

@@ -43,8 +43,8 @@ class KVCache:
         self._k = torch.zeros(batch, kv_heads, columns, head_dim, device=device, dtype=dtype)
         self._v = torch.zeros(batch, kv_heads, columns, v_dim or head_dim, device=device, dtype=dtype)
         self._sizes = (batch, kv_heads, head_dim, v_dim or head_dim)
-        self._end = 0  # columns in use
-        self._tokens = 0  # of the longest text
+        self._end: int = 0  # columns in use
+        self._tokens: int = 0  # of the longest text
         self._lengths: Tensor | None = None  # on the host, where texts differ; else all have _tokens
 
     # ---- what it holds ----------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class KVCache:
     @property
     def lengths(self) -> list[int]:
         """How many tokens each text has had, those a window has dropped included."""
-        return [self._tokens] * self.batch if self._lengths is None else self._lengths.tolist()
+        return [self._tokens] * self.batch if self._lengths is None else [int(n) for n in self._lengths]
 
     @property
     def batch(self) -> int:

@@ -40,9 +40,15 @@ def see(text: str, lang: Lang = "en", most: int = 40) -> str:
     with torch.no_grad():
         weights = layer()(embed(shown), return_weights=True)[1][0]
     head = "head" if lang == "en" else "注意力头"
-    parts = [f"{head} {i + 1}: {name}\n{picture(w, shown)}" for i, (name, w) in enumerate(zip(HEADS[lang], weights, strict=True))]
+    parts = [
+        f"{head} {i + 1}: {name}\n{picture(w, shown)}" for i, (name, w) in enumerate(zip(HEADS[lang], weights, strict=True))
+    ]
     if len(tokens) > most:
-        parts.append(f"(the first {most} of {len(tokens)} tokens)" if lang == "en" else f"（共 {len(tokens)} 个词元，只显示前 {most} 个）")
+        parts.append(
+            f"(the first {most} of {len(tokens)} tokens)"
+            if lang == "en"
+            else f"（共 {len(tokens)} 个词元，只显示前 {most} 个）"
+        )
     return "\n\n".join(parts)
 
 
@@ -78,7 +84,8 @@ def picture(weights: Tensor, tokens: list[str]) -> str:
     wide = max(_width(t) for t in tokens)
     lines: list[str] = []
     for i, (token, row) in enumerate(zip(tokens, weights, strict=True)):
-        shades = "".join(SHADES[math.ceil(w * 5 - 0.05)] if j <= i else " " for j, w in enumerate(row.tolist()))
+        shares = [float(w) for w in row]
+        shades = "".join(SHADES[math.ceil(w * 5 - 0.05)] if j <= i else " " for j, w in enumerate(shares))
         best = int(row[: i + 1].argmax())
         lines.append(f"  {token}{' ' * (wide - _width(token))} │{shades}│ {row[best].item():4.0%} → {tokens[best]}")
     return "\n".join(lines)

@@ -166,7 +166,7 @@ class MultiHeadAttention(nn.Module):
             added = self._bias(positions, q, k, own, position_ids, key_position_ids, start, key_start)
             bias = added if bias is None else added + bias
         if self._mask is not None:
-            mask = self.mask if mask is None else self.mask & mask  # pyright: ignore[reportOptionalOperand]
+            mask = _both(self.mask, mask)
         found = attention(
             q, k, v, mask=mask, bias=bias, scale=self.scale, dropout=self.dropout if self.training else 0.0,
             seed=seed, softcap=self.softcap, sinks=self.sinks, start=start, key_start=key_start,
@@ -189,7 +189,9 @@ class MultiHeadAttention(nn.Module):
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
             kind = device.type
-            autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
+            autocast = (
+                torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
+            )
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         return KVCache(
             batch, self.kv_heads, max_tokens, self.head_dim, self.value_head_dim,
@@ -209,7 +211,7 @@ class MultiHeadAttention(nn.Module):
             torch.compiler.is_compiling()
             or dim != self.embed_dim
             or not self._past
-            or not (self.softcap is self.sinks is self.gate is None and D == self.value_head_dim)
+            or not (self.softcap is self.sinks is self.gate is None and self.value_head_dim == D)
             or (self.training and (self.dropout or self.out_dropout))
             or not (self.scale is None or self.scale > 0)
             or (positions is not None and positions.biases)
@@ -267,7 +269,8 @@ class MultiHeadAttention(nn.Module):
         return F.dropout(out, self.out_dropout, self.training) if self.out_dropout else out
 
     def _turn(
-        self, positions: Positions, q: Tensor, k: Tensor, own: bool, q_ids: Tensor | None, k_ids: Tensor | None, cache: KVCache | None
+        self, positions: Positions, q: Tensor, k: Tensor, own: bool,
+        q_ids: Tensor | None, k_ids: Tensor | None, cache: KVCache | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if own or cache is not None:
             start = 0 if cache is None else cache.start
@@ -277,7 +280,8 @@ class MultiHeadAttention(nn.Module):
         return positions.turn(q, k, q_at, _at(0, k) if k_ids is None else _ids("key_position_ids", k_ids, k))
 
     def _bias(
-        self, positions: Positions, q: Tensor, k: Tensor, own: bool, q_ids: Tensor | None, k_ids: Tensor | None, start: Any, key_start: Any
+        self, positions: Positions, q: Tensor, k: Tensor, own: bool,
+        q_ids: Tensor | None, k_ids: Tensor | None, start: Any, key_start: Any,
     ) -> Tensor:  # fmt: skip
         if start is not None and (q_ids is not None or k_ids is not None):
             raise ValueError(
@@ -317,6 +321,10 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(said + ([] if self._mask is None else [f"mask={self._mask!r}"]))
 
 
+def _both(own: Mask | None, given: Mask | None) -> Mask | None:
+    return own if given is None else given if own is None else own & given
+
+
 def _own(mask: Mask | None, device: torch.device) -> tuple[Mask | None, nn.Module | None]:
     """The layer's mask, and a module that holds its tensors as buffers, so that .to() and state_dict see them."""
     if mask is None or not mask.leaves():
@@ -351,7 +359,8 @@ def _ids(name: str, ids: Tensor, x: Tensor) -> Tensor:
 
 
 def _check_sizes(
-    embed_dim: int, heads: int, kv_heads: int, head_dim: int | None, dropout: float, out_dropout: float, mask: object, positions: object
+    embed_dim: int, heads: int, kv_heads: int, head_dim: int | None, dropout: float, out_dropout: float,
+    mask: object, positions: object,
 ) -> None:  # fmt: skip
     if min(embed_dim, heads, kv_heads, 1 if head_dim is None else head_dim) < 1:
         raise ValueError(

@@ -28,9 +28,9 @@ def choose(spec: Spec, kernel: str = "auto") -> ModuleType:
         _require(spec, kernel)
         return KERNELS[kernel]
     module = fused if fused.refuses(spec) is None else reference
-    if module is reference or spec.mask is not None or spec.bias is not None:
-        if module.quadratic_bytes(spec) > QUIET and not torch.compiler.is_compiling():
-            _warn(spec, module)
+    square = module is reference or spec.mask is not None or spec.bias is not None
+    if square and module.quadratic_bytes(spec) > QUIET and not torch.compiler.is_compiling():
+        _warn(spec, module)
     return module
 
 

@@ -125,7 +125,7 @@ class RoPE(Positions):
     dim      the first dim features turn, the rest stay; all of head_dim unless given
     layout   which features make a pair: "half" (i, i + dim/2) as in Llama and GPT-NeoX, "interleaved" (2i, 2i + 1) as in
              GPT-J and the paper
-    axes     2 for images: position_ids is [.., tokens, 2]; the first half of the pairs turns by the row, the second by the column
+    axes     2 for images: position_ids is [.., tokens, 2]; half of the pairs turn by the row, half by the column
     scaling  Linear, NTK, YaRN or Llama3, for texts longer than those trained on
 
     Angles are computed in float64 and turned in float32 at least, so that long texts lose nothing.
@@ -196,7 +196,7 @@ class RoPE(Positions):
             a, c = y.chunk(2, -1)
             turned = torch.cat([a * cos - c * sin, c * cos + a * sin], -1)
         else:
-            a, c = y.unflatten(-1, (-1, 2)).unbind(-1)
+            a, c = y[..., 0::2], y[..., 1::2]
             turned = torch.stack([a * cos - c * sin, c * cos + a * sin], -1).flatten(-2)
         turned = turned.to(x.dtype)
         return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], -1)

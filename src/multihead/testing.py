@@ -85,7 +85,9 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, *, dout: Tensor | None = None, dlse:
     return Exact(out.detach(), lse.detach(), grads)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """What people write by hand, in the dtype of q: matmul, scale, mask, softmax, matmul. The measure of what is wrong."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -93,13 +95,15 @@ def naive(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, bias: Te
     if bias is not None:
         scores = scores + bias
     if mask is not None:
-        allowed = evaluate(mask, Frame(*q.shape[:3], k.shape[2], device=q.device))
+        allowed = evaluate(mask, Frame(q.shape[0], q.shape[1], q.shape[2], k.shape[2], device=q.device))
         scores = scores.masked_fill(~allowed, -math.inf)
         return scores.softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0) @ v
     return scores.softmax(-1) @ v
 
 
-def check(actual: Tensor, exact: Tensor, plain: Tensor | Sequence[Tensor], what: str = "out", zero: Tensor | None = None) -> None:
+def check(
+    actual: Tensor, exact: Tensor, plain: Tensor | Sequence[Tensor], what: str = "out", zero: Tensor | None = None
+) -> None:
     """Raise AssertionError where a row (the last axis) of actual is more than twice as wrong as the worst row of plain.
 
     plain may be several computations that differ in rounding only (other orders of the keys): their worst error counts.
@@ -109,7 +113,10 @@ def check(actual: Tensor, exact: Tensor, plain: Tensor | Sequence[Tensor], what:
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"{what}: shape {list(actual.shape)} instead of {list(exact.shape)}")
-    exact, step = exact.double(), torch.finfo(actual.dtype).eps * {torch.float64: 8, torch.float32: 4}.get(actual.dtype, 2)
+    exact, step = (
+        exact.double(),
+        torch.finfo(actual.dtype).eps * {torch.float64: 8, torch.float32: 4}.get(actual.dtype, 2),
+    )
     several = [plain] if isinstance(plain, Tensor) else plain
     error = torch.stack([(p.double() - exact).abs().nan_to_num(0.0).max() for p in several]).max()
     bound = 2 * error + step * exact.abs().nan_to_num(0.0, 0.0, 0.0).max()
@@ -119,9 +126,11 @@ def check(actual: Tensor, exact: Tensor, plain: Tensor | Sequence[Tensor], what:
     limit = bound.expand_as(row) if zero is None else torch.where(zero, 0.0, bound).expand_as(row)
     if bool((row > limit).any()):
         at = [int(i) for i in torch.unravel_index((row - limit).argmax(), row.shape)]
+        got, want = actual[tuple(at)], exact[tuple(at)]
         raise AssertionError(
             f"{what}: row {at} is off by {row[tuple(at)].item():.3g}, allowed is {limit[tuple(at)].item():.3g} "
-            f"(twice as wrong as plain torch in {actual.dtype}); got {actual[tuple(at)].tolist()}, exact is {exact[tuple(at)].tolist()}"
+            f"(twice as wrong as plain torch in {actual.dtype}); "
+            f"got {got.tolist()}, exact is {want.tolist()}"
         )
 
 

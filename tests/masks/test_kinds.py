@@ -172,7 +172,10 @@ def test_positions_restart_in_each_document():
 
 def test_positions_of_the_cache_shift_the_mask():
     frame = Frame(2, 1, 1, 4, q_start=torch.tensor([5, 3]), k_start=torch.tensor([2, -1]))
-    assert evaluate(mh.Causal(), frame).tolist() == [[[[True] * 4]], [[[False, True, True, True]]]]  # position −1: no key
+    assert evaluate(mh.Causal(), frame).tolist() == [
+        [[[True] * 4]],
+        [[[False, True, True, True]]],
+    ]  # position −1: no key
     assert evaluate(mh.Window(2), frame).tolist() == [[[[False, False, True, True]]], [[[False, False, False, True]]]]
     keys = mh.Keys(torch.tensor([[True, True, False, True, True, False], [False, True, True, True, True, True]]))
     assert evaluate(keys, frame).tolist() == [[[[False, True, True, False]]], [[[False, False, True, True]]]]

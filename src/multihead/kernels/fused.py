@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,7 @@ def quick(
         return None
     B, H, T, D = queries
     Bk, G, S, Dk = keys
-    if not (B and D and T and S) or B != Bk or D != Dk or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+    if not (B and D and T and S) or Bk != B or Dk != D or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
     if not suits(q, D):
         return None
@@ -144,9 +145,7 @@ def _parts(mask: Mask | None, frame: Frame) -> tuple[list[Mask], bool, bool]:
     return parts, causal, square and all(part.diagonal for part in parts)
 
 
-def _lower(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, Tensor | None]:
+def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, Tensor | None]:
     """q, k, v without what no one may see, since 0 · NaN is NaN in a product; SDPA's mask; is_causal; rows to be zeroed.
 
     A row that may attend to nothing is let attend to everything and zeroed afterwards: of torch's kernels some return zero
@@ -207,7 +206,8 @@ def _first_order_only(grads: tuple[Tensor | None, ...], _: tuple[Tensor, ...]) -
     """A hook on SDPA's gradient: where it is recorded, it says in plain words that it cannot be differentiated again."""
     if not torch.is_grad_enabled():
         return None
-    return tuple(None if g is None else _Refuse.apply(g) for g in grads)
+    refuse = cast(Callable[[Tensor], Tensor], _Refuse.apply)
+    return tuple(None if g is None else refuse(g) for g in grads)
 
 
 class _Refuse(torch.autograd.Function):

@@ -49,7 +49,7 @@ class Spec:
         except (ValueError, AttributeError):
             raise _explain(q, k, v) from None
         dtype, device = q.dtype, q.device
-        fits = B == Bk == Bv and D == Dk and G == Gv and S == Sv and G and H % G == 0 and D
+        fits = B == Bk == Bv and Dk == D and Gv == G and Sv == S and G and H % G == 0 and D
         if not (fits and dtype == k.dtype == v.dtype and device == k.device == v.device and dtype in DTYPES):
             raise _explain(q, k, v)
         self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.v_dim = B, H, G, T, S, D, E
@@ -100,7 +100,11 @@ class Spec:
         return self.batch * self.heads * self.q_len * self.kv_len
 
 
-_AXES = {"q": "[batch, heads, q_len, head_dim]", "k": "[batch, kv_heads, kv_len, head_dim]", "v": "[batch, kv_heads, kv_len, v_dim]"}
+_AXES = {
+    "q": "[batch, heads, q_len, head_dim]",
+    "k": "[batch, kv_heads, kv_len, head_dim]",
+    "v": "[batch, kv_heads, kv_len, v_dim]",
+}
 
 
 def _explain(q: Tensor, k: Tensor, v: Tensor) -> Exception:

@@ -6,8 +6,6 @@ from .algebra import Mask as Mask
 from .algebra import Not as Not
 from .algebra import Or as Or
 from .algebra import evaluate as evaluate
-from .kinds import Allowed as Allowed
-from .kinds import Blocked as Blocked
 from .kinds import Causal as Causal
 from .kinds import Documents as Documents
 from .kinds import Keys as Keys
@@ -23,9 +21,31 @@ from .readers import from_sdpa as from_sdpa
 from .readers import from_torch as from_torch
 from .readers import from_triu as from_triu
 from .readers import from_zeros as from_zeros
+from .tables import Allowed as Allowed
+from .tables import Blocked as Blocked
 
 __all__ = [
-    *("Mask", "Frame", "And", "Or", "Not", "evaluate"),
-    *("Causal", "Window", "Lengths", "Keys", "Documents", "Prefix", "ValidLens", "Allowed", "Blocked", "Where"),
-    *("from_torch", "from_sdpa", "from_additive", "from_zeros", "from_ones", "from_triu", "from_huggingface"),
+    "Mask",
+    "Frame",
+    "And",
+    "Or",
+    "Not",
+    "evaluate",
+    "Causal",
+    "Window",
+    "Lengths",
+    "Keys",
+    "Documents",
+    "Prefix",
+    "ValidLens",
+    "Allowed",
+    "Blocked",
+    "Where",
+    "from_torch",
+    "from_sdpa",
+    "from_additive",
+    "from_zeros",
+    "from_ones",
+    "from_triu",
+    "from_huggingface",
 ]

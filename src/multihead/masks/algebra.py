@@ -174,7 +174,7 @@ class Mask:
     def draw(self, q_len: int, kv_len: int, *, start: Position | None = None) -> str:
         """A picture in text, a line a query: ■ may attend, · may not. Batch entries and heads stand below each other."""
         allowed = self.dense(q_len, kv_len, start=start).reshape(-1, q_len, kv_len)
-        pictures = ("\n".join(" ".join("■" if x else "·" for x in row) for row in one) for one in allowed.tolist())
+        pictures = ("\n".join(" ".join("■" if x else "·" for x in row) for row in one) for one in allowed)
         return "\n\n".join(pictures)
 
     def describe(self, lang: Lang = "en") -> str:
@@ -197,9 +197,7 @@ class Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            f"{type(self).__name__}: a mask has no truth value; combine masks with & | ~, not with and, or, not"
-        )
+        raise TypeError(f"{type(self).__name__}: a mask has no truth value; combine masks with & | ~, not with and, or, not")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask) or type(self) is not type(other):
@@ -238,14 +236,14 @@ def evaluate(mask: Mask, frame: Frame) -> Tensor:
 def count(mask: Mask, frame: Frame) -> int:
     """How many pairs of the frame are allowed, counted a few rows at a time: never an L×L tensor."""
     mask.check(frame)
-    there, total = frame.there(), torch.zeros((), dtype=torch.int64, device=frame.device)
-    for q in frame.q.split(max(1, 2**22 // max(frame.batch * frame.kv_len, 1)), dim=2):
+    there, total, rows = frame.there(), 0, max(1, 2**22 // max(frame.batch * frame.kv_len, 1))
+    for first in range(0, frame.q_len, rows):
+        q = frame.q.narrow(2, first, min(rows, frame.q_len - first))
         allowed = mask.predicate(frame.b, frame.h, q, frame.k, frame)
         allowed = allowed if there is None else allowed & there
         sizes = (frame.batch, frame.heads, q.shape[2], frame.kv_len)
-        repeats = math.prod(n for n, m in zip(sizes, allowed.shape, strict=True) if m == 1)
-        total += allowed.sum() * repeats
-    return int(total)
+        total += int(allowed.sum()) * math.prod(n for n, m in zip(sizes, allowed.shape, strict=True) if m == 1)
+    return total
 
 
 def register(kind: _M) -> _M:
@@ -331,7 +329,8 @@ class _Several(Mask):
 class And(_Several):
     """Both hold."""
 
-    sign, join = "&", operator.and_
+    sign = "&"
+    join = operator.and_  # pyright: ignore[reportUnknownVariableType]
 
     def full(self, frame: Frame) -> bool:
         return all(part.full(frame) for part in self.parts)
@@ -352,7 +351,8 @@ class And(_Several):
 class Or(_Several):
     """At least one holds."""
 
-    sign, join = "|", operator.or_
+    sign = "|"
+    join = operator.or_  # pyright: ignore[reportUnknownVariableType]
 
     def full(self, frame: Frame) -> bool:
         return any(part.full(frame) for part in self.parts)
@@ -438,5 +438,5 @@ def show(value: object) -> str:
     if not isinstance(value, Tensor):
         return getattr(value, "__name__", None) or repr(value)
     if value.numel() <= 16 and value.device.type == "cpu":
-        return repr(value.tolist())
+        return str(value.tolist())  # pyright: ignore[reportUnknownArgumentType]
     return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"

@@ -8,18 +8,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Lang, Mask, register, show
+from .algebra import Frame, Lang, Mask, register
+from .arguments import (
+    bools,
+    check_batch,
+    check_device,
+    check_keys,
+    columns,
+    documents,
+    integers,
+    lookup,
+    per_batch,
+    rows,
+)  # fmt: skip
 
 Ints = Tensor | Sequence[int]
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @register
 class Causal(Mask):
     """A query sees the keys up to its own position.
 
-        align="end"    k ≤ q    the last query sees the last key, which is what a KV cache needs
-        align="start"  k ≤ i    query i of the call sees the first i + 1 keys (torch's is_causal when q_len ≠ kv_len)
+    align="end"    k ≤ q    the last query sees the last key, which is what a KV cache needs
+    align="start"  k ≤ i    query i of the call sees the first i + 1 keys (torch's is_causal when q_len ≠ kv_len)
     """
 
     options = ("align",)
@@ -103,8 +114,8 @@ class Lengths(Mask):
     tensors = ("keys", "queries")
 
     def __init__(self, keys: Ints, queries: Ints | None = None) -> None:
-        self.keys = _integers("Lengths", "keys", keys, 1)
-        self.queries = None if queries is None else _integers("Lengths", "queries", queries, 1)
+        self.keys = integers("Lengths", "keys", keys, 1)
+        self.queries = None if queries is None else integers("Lengths", "queries", queries, 1)
         if self.queries is not None and self.queries.shape != self.keys.shape:
             raise ValueError(
                 f"Lengths: keys and queries must have one length a batch entry each; "
@@ -112,11 +123,11 @@ class Lengths(Mask):
             )
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        allowed = k < _per_batch(self.keys, frame)
-        return allowed if self.queries is None else allowed & (frame.rows_of(q) < _per_batch(self.queries, frame))
+        allowed = k < per_batch(self.keys, frame)
+        return allowed if self.queries is None else allowed & (frame.rows_of(q) < per_batch(self.queries, frame))
 
     def check(self, frame: Frame) -> None:
-        _check_batch(self, self.batch, frame)
+        check_batch(self, self.batch, frame)
 
     @property
     def batch(self) -> int:
@@ -146,19 +157,19 @@ class Keys(Mask):
     tensors = ("allowed",)
 
     def __init__(self, allowed: Tensor) -> None:
-        self.allowed = _bools("Keys", allowed, (2,), "[batch, kv_len]")
+        self.allowed = bools("Keys", allowed, (2,), "[batch, kv_len]")
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        return _lookup(self.allowed, b, k)
+        return lookup(self.allowed, b, k)
 
     def evaluate(self, frame: Frame) -> Tensor:
         self.check(frame)
-        return _columns(self.allowed[:, None, None, :], frame)
+        return columns(self.allowed[:, None, None, :], frame)
 
     def check(self, frame: Frame) -> None:
-        _check_batch(self, self.batch, frame)
-        _check_device(self, self.allowed, frame)
-        _check_keys(self, self.allowed.shape[1], frame)
+        check_batch(self, self.batch, frame)
+        check_device(self, self.allowed, frame)
+        check_keys(self, self.allowed.shape[1], frame)
 
     @property
     def batch(self) -> int:
@@ -183,28 +194,28 @@ class Documents(Mask):
     tensors = ("ids", "queries")
 
     def __init__(self, ids: Tensor | Sequence[int], queries: Tensor | Sequence[int] | None = None) -> None:
-        self.ids = _rows(_integers("Documents", "ids", ids, 1, 2))
-        self.queries = None if queries is None else _rows(_integers("Documents", "queries", queries, 1, 2))
+        self.ids = rows(integers("Documents", "ids", ids, 1, 2))
+        self.queries = None if queries is None else rows(integers("Documents", "queries", queries, 1, 2))
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[int] | Sequence[Sequence[int]], queries: Sequence[int] | Sequence[Sequence[int]] | None = None
+        cls,
+        lengths: Sequence[int] | Sequence[Sequence[int]],
+        queries: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> Documents:
         """[3, 5, 2]: three documents in every row; [[3, 5], [8]]: row by row, a shorter row being padded at its end."""
-        return cls(_ids("lengths", lengths), None if queries is None else _ids("queries", queries))
+        return cls(documents("lengths", lengths), None if queries is None else documents("queries", queries))
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
         ids = self.ids.to(frame.device)
-        theirs = _lookup(ids, b, k)
-        if self.queries is None:
-            mine = _lookup(ids, b, q)
-        else:
-            mine = _lookup(self.queries.to(frame.device), b, frame.rows_of(q))
+        theirs = lookup(ids, b, k)
+        whose, at = (ids, q) if self.queries is None else (self.queries.to(frame.device), frame.rows_of(q))
+        mine = lookup(whose, b, at)
         return (mine == theirs) & (theirs >= 0)
 
     def check(self, frame: Frame) -> None:
-        _check_batch(self, self.batch, frame)
-        _check_keys(self, self.ids.shape[1], frame)
+        check_batch(self, self.batch, frame)
+        check_keys(self, self.ids.shape[1], frame)
         if self.queries is not None and self.queries.shape[1] != frame.q_len:
             raise ValueError(f"Documents: queries names {self.queries.shape[1]} tokens but q_len is {frame.q_len}")
         if self.queries is None and frame.shift is not None and frame.shift < 0:
@@ -245,13 +256,13 @@ class Prefix(Mask):
             if n < 0:
                 raise ValueError(f"Prefix: n must be ≥ 0; it is {n}")
             n = [n]
-        self.n = _integers("Prefix", "n", n, 1)
+        self.n = integers("Prefix", "n", n, 1)
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        return k < _per_batch(self.n, frame)
+        return k < per_batch(self.n, frame)
 
     def check(self, frame: Frame) -> None:
-        _check_batch(self, self.batch, frame)
+        check_batch(self, self.batch, frame)
 
     @property
     def batch(self) -> int:
@@ -262,7 +273,7 @@ class Prefix(Mask):
         return False
 
     def describe(self, lang: Lang = "en") -> str:
-        n = str(self.n.tolist()[0]) if self.batch == 1 and self.n.device.type == "cpu" else "n[b]"
+        n = str(int(self.n[0])) if self.batch == 1 and self.n.device.type == "cpu" else "n[b]"
         return f"every query sees the first {n} keys" if lang == "en" else f"所有查询都能看到前 {n} 个键"
 
     def __repr__(self) -> str:
@@ -279,15 +290,15 @@ class ValidLens(Mask):
     tensors = ("lens",)
 
     def __init__(self, lens: Tensor | Sequence[int]) -> None:
-        self.lens = _integers("ValidLens", "lens", lens, 1, 2)
+        self.lens = integers("ValidLens", "lens", lens, 1, 2)
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
         if self.lens.ndim == 1:
-            return k < _per_batch(self.lens, frame)
-        return k < _lookup(self.lens.to(frame.device), b, frame.rows_of(q))
+            return k < per_batch(self.lens, frame)
+        return k < lookup(self.lens.to(frame.device), b, frame.rows_of(q))
 
     def check(self, frame: Frame) -> None:
-        _check_batch(self, self.batch, frame)
+        check_batch(self, self.batch, frame)
         if self.lens.ndim == 2 and self.lens.shape[1] != frame.q_len:
             raise ValueError(
                 f"ValidLens: lens [batch, q_len] has shape {list(self.lens.shape)} but q_len is {frame.q_len}; "
@@ -305,122 +316,11 @@ class ValidLens(Mask):
     def describe(self, lang: Lang = "en") -> str:
         if self.lens.ndim == 1:
             return "of batch entry b the first lens[b] keys are valid" if lang == "en" else "第 b 个样本的前 lens[b] 个键有效"
-        return "query i of batch entry b sees the first lens[b, i] keys" if lang == "en" else "第 b 个样本的第 i 个查询只看到前 lens[b, i] 个键"
-
-
-class Table(Mask):
-    """A tensor that says of each pair whether it is allowed; a subclass says what True means."""
-
-    options = ("absolute",)
-
-    def __init__(self, tensor: object, absolute: bool) -> None:
-        self.absolute = absolute
-        tensor = _bools(type(self).__name__, tensor, (2, 3, 4), "[q, k], [batch, q, k] or [batch, heads, q, k]")
-        setattr(self, self.tensors[0], tensor)
-
-    @property
-    def tensor(self) -> Tensor:
-        return getattr(self, self.tensors[0])
-
-    @property
-    def table(self) -> Tensor:
-        """The tensor as [batch|1, heads|1, rows, columns]: a 3-D mask varies over the batch, never over the heads."""
-        t = self.tensor
-        return t[None, None] if t.ndim == 2 else t[:, None] if t.ndim == 3 else t
-
-    def allows(self, found: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        row = q if self.absolute else frame.rows_of(q)
-        return self.allows(_lookup(self.table, b, h, row, k))
-
-    def evaluate(self, frame: Frame) -> Tensor:
-        self.check(frame)
-        if self.absolute:
-            return self.predicate(frame.b, frame.h, frame.q, frame.k, frame)
-        return self.allows(_columns(self.table, frame))
-
-    def check(self, frame: Frame) -> None:
-        name, shape, (B, H, T, S) = type(self).__name__, list(self.tensor.shape), self.table.shape
-        _check_batch(self, B, frame)
-        _check_device(self, self.tensor, frame)
-        if H not in (1, frame.heads):
-            raise ValueError(
-                f"{name}: the mask has {H} heads (4-D is [batch, heads, q, k]) but the call has {frame.heads}; "
-                f"its shape is {shape}"
-            )
-        if self.absolute:
-            self._check_positions(name, shape, T, S, frame)
-            return
-        if T not in (1, frame.q_len):
-            raise ValueError(
-                f"{name}: the mask has {T} rows but q_len is {frame.q_len}; its shape is {shape}. "
-                f"Give one row a query, or {name}(t, absolute=True) for a table over absolute positions"
-            )
-        _check_keys(self, S, frame)
-
-    def _check_positions(self, name: str, shape: list[int], rows: int, columns: int, frame: Frame) -> None:
-        end = frame.end
-        first = frame.q_start if not isinstance(frame.q_start, Tensor) else 0 if end is None else end - frame.q_len
-        if first < 0 or (1 < rows < first + frame.q_len) or (end is not None and 1 < columns < end):
-            raise ValueError(
-                f"{name}: the table of shape {shape} must cover every position of the call; its queries stand at "
-                f"{first} … {first + frame.q_len - 1}, its last key at {'?' if end is None else end - 1}"
-            )
-
-    @property
-    def batch(self) -> int:
-        return self.table.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.table.shape[1]
-
-    @property
-    def by_query(self) -> bool:
-        return self.table.shape[2] > 1
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({show(self.tensor)}{', absolute=True' if self.absolute else ''})"
-
-
-@register
-class Allowed(Table):
-    """A tensor in which True means *may attend*.
-
-    allowed   bool, 2-D [q_len, kv_len], 3-D [batch, q_len, kv_len], 4-D [batch, heads, q_len, kv_len]; size 1 broadcasts
-    absolute  rows and columns are absolute positions, of which a call may use a part (a table made for the longest text)
-    """
-
-    tensors = ("allowed",)
-
-    def __init__(self, allowed: Tensor, absolute: bool = False) -> None:
-        super().__init__(allowed, absolute)
-
-    def allows(self, found: Tensor) -> Tensor:
-        return found
-
-    def describe(self, lang: Lang = "en") -> str:
-        shape = list(self.tensor.shape)
-        return f"a tensor {shape} in which True may attend" if lang == "en" else f"张量 {shape}，True 表示可以注意"
-
-
-@register
-class Blocked(Table):
-    """A tensor in which True means *may not attend*; its shapes are those of Allowed."""
-
-    tensors = ("blocked",)
-
-    def __init__(self, blocked: Tensor, absolute: bool = False) -> None:
-        super().__init__(blocked, absolute)
-
-    def allows(self, found: Tensor) -> Tensor:
-        return ~found
-
-    def describe(self, lang: Lang = "en") -> str:
-        shape = list(self.tensor.shape)
-        return f"a tensor {shape} in which True is blocked" if lang == "en" else f"张量 {shape}，True 表示被屏蔽"
+        return (
+            "query i of batch entry b sees the first lens[b, i] keys"
+            if lang == "en"
+            else "第 b 个样本的第 i 个查询只看到前 lens[b, i] 个键"
+        )
 
 
 @register
@@ -444,90 +344,3 @@ class Where(Mask):
     def describe(self, lang: Lang = "en") -> str:
         name = self.allows.__name__
         return f"your own predicate {name}(b, h, q, k) holds" if lang == "en" else f"满足自定义谓词 {name}(b, h, q, k)"
-
-
-# ---- reading arguments ----------------------------------------------------------------------------------------------
-
-
-def _integers(kind: str, name: str, value: object, *dims: int) -> Tensor:
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.tensor(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{kind}: {name} must be a list or tensor of whole numbers; got {value!r}") from error
-        if value.dtype in _INTEGERS and kind != "Documents" and value.numel() and int(value.min()) < 0:
-            raise ValueError(f"{kind}: {name} must be ≥ 0; the smallest is {int(value.min())}")
-    if value.dtype not in _INTEGERS:
-        raise TypeError(f"{kind}: {name} must hold whole numbers; its dtype is {value.dtype}")
-    if value.ndim not in dims:
-        want = " or ".join(f"{d}-D" for d in dims)
-        raise ValueError(f"{kind}: {name} must be {want}; its shape is {list(value.shape)}")
-    return value
-
-
-def _bools(kind: str, value: object, dims: tuple[int, ...], shape: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        got = f"dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise TypeError(
-            f"{kind}: needs a bool tensor {shape}; got {got}. multihead.masks has a reader for each other convention: "
-            "from_zeros (mask == 0 blocks), from_ones (1 blocks), from_additive (0 and −inf), from_huggingface, from_torch, from_sdpa"
-        )
-    if value.ndim not in dims:
-        raise ValueError(f"{kind}: the mask must be {shape}; its shape is {list(value.shape)}")
-    return value
-
-
-def _rows(ids: Tensor) -> Tensor:
-    return ids[None] if ids.ndim == 1 else ids
-
-
-def _ids(name: str, lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    rows = [[n] if isinstance(n, int) else list(n) for n in lengths]
-    rows = [[n for row in rows for n in row]] if all(isinstance(n, int) for n in lengths) else rows
-    if any(n < 0 for row in rows for n in row):
-        raise ValueError(f"Documents.from_lengths: {name} must be ≥ 0; got {lengths!r}")
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row, dtype=torch.int64)) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
-
-
-# ---- looking up -----------------------------------------------------------------------------------------------------
-
-
-def _per_batch(values: Tensor, frame: Frame) -> Tensor:
-    return values.to(frame.device).view(-1, 1, 1, 1)
-
-
-def _lookup(table: Tensor, *index: Tensor) -> Tensor:
-    """table[index…] with broadcasting of axes of size 1; a position outside the table reads its border."""
-    return table[tuple(i.clamp(0, n - 1) if n > 1 else torch.zeros_like(i) for i, n in zip(index, table.shape, strict=True))]
-
-
-def _columns(table: Tensor, frame: Frame) -> Tensor:
-    """The columns of [·, ·, ·, kv] at which the frame's keys stand."""
-    if table.shape[3] == 1:
-        return table
-    if isinstance(frame.k_start, Tensor):
-        B, S = frame.batch, table.shape[3]
-        k = frame.k.clamp(0, S - 1).expand(B, table.shape[1], table.shape[2], -1)
-        return table.expand(B, -1, -1, -1).gather(3, k)
-    return table.narrow(3, frame.k_start, frame.kv_len)
-
-
-def _check_batch(mask: Mask, batch: int, frame: Frame) -> None:
-    if batch not in (1, frame.batch):
-        raise ValueError(f"{type(mask).__name__}: the mask was made for batch {batch} but the call has batch {frame.batch}: {mask!r}")
-
-
-def _check_device(mask: Mask, tensor: Tensor, frame: Frame) -> None:
-    here, there = tensor.device, frame.device
-    if here.type != there.type or (here.index is not None and there.index is not None and here.index != there.index):
-        raise ValueError(
-            f"{type(mask).__name__}: the mask is on {tensor.device} but the call is on {frame.device}; "
-            f'write mask.to("{frame.device}")'
-        )
-
-
-def _check_keys(mask: Mask, covered: int, frame: Frame) -> None:
-    end = frame.end
-    if end is not None and (covered < end if frame.cached else covered != end) and covered != 1:
-        raise ValueError(f"{type(mask).__name__}: the mask covers {covered} keys but kv_len is {end}: {mask!r}")

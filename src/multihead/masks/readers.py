@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .algebra import Mask
-from .kinds import Allowed, Blocked, Causal, Keys
+from .kinds import Causal, Keys
+from .tables import Allowed, Blocked
 
 VERY_NEGATIVE = -1e4  # what people write for −inf: −1e4 in fp16, −1e9, finfo.min
 
@@ -32,7 +33,7 @@ def from_torch(
                     f"from_torch: a 3-D attn_mask is [batch · num_heads, q, k]; its shape is {list(attn_mask.shape)} "
                     f"and num_heads is {num_heads}; pass the layer's num_heads="
                 )
-            attn_mask = attn_mask.unflatten(0, (-1, num_heads))
+            attn_mask = attn_mask.view(-1, num_heads, *attn_mask.shape[1:])
         masks.append(Blocked(attn_mask) if attn_mask.dtype == torch.bool else from_additive(attn_mask))
     if key_padding_mask is not None:
         blocked = key_padding_mask if key_padding_mask.dtype == torch.bool else ~_additive(key_padding_mask)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .kernels import reference
 from .kernels.fused import quick, step, suits, whole
-from .kernels.spec import Spec
+from .kernels.spec import Spec, autocasts
 from .masks import Causal, Mask
 from .masks.algebra import Position
 from .plan import choose
@@ -86,8 +86,7 @@ def attention(
             return_weights=return_weights, kernel=kernel,
         )  # fmt: skip
         return found.squeeze(0) if isinstance(found, Tensor) else tuple(x.squeeze(0) for x in found)
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if autocasts(q.device.type):
         q, k, v = _autocast(q, k, v)
     spec = Spec(q, k, v, mask, bias, scale, dropout, seed, softcap, sinks, return_lse, start, key_start)
     if not (return_lse or return_weights):

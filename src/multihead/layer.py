@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .attend import attention, step, suits, whole
 from .cache import KVCache
+from .kernels.spec import autocasts
 from .masks import And, Causal, Mask, Window
 from .positions import Positions
 

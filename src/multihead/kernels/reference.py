@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks import evaluate
-from .spec import Spec
+from .spec import Spec, autocasts
 
 GOLDEN, ODD_B, ODD_H, ODD_Q, ODD_K = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1
 
@@ -86,8 +86,7 @@ def _allowed(spec: Spec) -> Tensor:
 
 def _exactly(kind: str) -> AbstractContextManager[object]:
     """No autocast in here: the definition chooses its own precision."""
-    available = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -100,6 +100,11 @@ class Spec:
         return self.batch * self.heads * self.q_len * self.kv_len
 
 
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for this kind of device; torch raises where it knows none for it."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 _AXES = {
     "q": "[batch, heads, q_len, head_dim]",
     "k": "[batch, kv_heads, kv_len, head_dim]",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .kernels import reference
 from .kernels.fused import quick, step, suits, whole
-from .kernels.spec import Spec, autocasts
+from .kernels.spec import Spec, autocasts, unbatched
 from .masks import Causal, Mask
 from .masks.algebra import Position
 from .plan import choose
@@ -67,6 +67,7 @@ def attention(
     [batch, heads, q_len], −inf where there is nothing to attend to; with return_weights also softmax's weights before
     dropout [batch, heads, q_len, kv_len], computed beside a kernel that does not need them.
     """
+    without_batch = unbatched(q, k, v)
     if (
         (mask is None or (type(mask) is Causal and mask.align == "end"))
         and bias is None
@@ -79,7 +80,7 @@ def attention(
         out = quick(q, k, v, mask, scale, start, key_start)
         if out is not None:
             return out
-    if q.dim() == 3 and k.dim() == 3 and v.dim() == 3:
+    if without_batch:
         found = attention(
             *(x.unsqueeze(0) for x in (q, k, v)), mask=mask, bias=bias, scale=scale, dropout=dropout, seed=seed,
             softcap=softcap, sinks=sinks, start=start, key_start=key_start, return_lse=return_lse,

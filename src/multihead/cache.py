@@ -100,8 +100,8 @@ class KVCache:
 
         Returns the keys and values that the token may see.
         """
-        end, (B, G, D, E) = self._end, self._sizes
-        if k.shape != (B, G, 1, D) or v.shape != (B, G, 1, E) or end == self._k.shape[2] or self._lengths is not None:
+        end, (B, G, _, D), (Bv, Gv, _, E) = self._end, k.shape, v.shape
+        if self._sizes != (B, G, D, E) or Bv != B or Gv != G or end == self._k.shape[2] or self._lengths is not None:
             return None
         if k.dtype != self._k.dtype or k.device != self._k.device or self._k.requires_grad or torch.is_grad_enabled():
             return None

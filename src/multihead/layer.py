@@ -189,11 +189,8 @@ class MultiHeadAttention(nn.Module):
         weight = self.key.weight
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
-            kind = device.type
-            autocast = (
-                torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype == torch.float32
-            )
-            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+            narrow = autocasts(device.type) and weight.dtype == torch.float32
+            dtype = torch.get_autocast_dtype(device.type) if narrow else weight.dtype
         return KVCache(
             batch, self.kv_heads, max_tokens, self.head_dim, self.value_head_dim,
             window=self._window, device=device, dtype=dtype,
@@ -210,7 +207,7 @@ class MultiHeadAttention(nn.Module):
         B, T, dim = x.shape
         if (
             torch.compiler.is_compiling()
-            or dim != self.embed_dim
+            or not dim == self.embed_dim == self.key_dim == self.value_dim
             or not self._past
             or not (self.softcap is self.sinks is self.gate is None and self.value_head_dim == D)
             or (self.training and (self.dropout or self.out_dropout))
@@ -224,17 +221,21 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.query(x), self.key(x), self.value(x)
         if cache is None:
             q, k, v = (y.view(B, T, H, D).transpose(1, 2) for y in (q, k, v))
-        else:  # one token needs no transposing
-            q, k, v = q.view(B, H, 1, D), k.view(B, G, 1, D), v.view(B, G, 1, D)
+        else:  # one token needs no transposing, and its heads lie by groups already
+            q, k, v = q.view(B, G, H // G, D), k.view(B, G, 1, D), v.view(B, G, 1, D)
         if self.query_norm is not None:
             q, k = self._normalise(q, k, v)
         if positions is not None:
-            at = _at(0 if cache is None else cache.start, q)
-            q, k = positions.turn(q, k, at, at)
+            at = _at(0 if cache is None else cache.start, k)
+            q, k = positions.turn(q if cache is None else q.view(B, H, 1, D), k, at, at)
         if cache is None:
             return self.out(whole(q, k, v, self._mask is not None, self.scale).transpose(1, 2).flatten(2))
         found = cache.push(k, v)
-        return None if found is None else self.out(step(q.reshape(B, G, H // G, D), *found, self.scale).view(B, 1, H * D))
+        return (
+            None
+            if found is None
+            else self.out(step(q if positions is None else q.reshape(B, G, H // G, D), *found, self.scale).view(B, 1, H * D))
+        )
 
     # ---- the parts of forward ---------------------------------------------------------------------------------------
 

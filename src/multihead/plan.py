@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .kernels import fused, reference
-from .kernels.spec import Spec
+from .kernels.spec import Spec, unbatched
 from .masks import Mask
 from .masks.algebra import Position, count
 
@@ -87,7 +87,8 @@ def plan(
     kernel: str = "auto",
 ) -> Plan:
     """Which kernel `attention` would run for this call, the pairs left to compute, and each other kernel's refusal."""
-    q, k, v = (x if x.ndim == 4 else x.unsqueeze(0) for x in (q, k, v))
+    if unbatched(q, k, v):
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     spec = Spec(q, k, v, mask, bias, scale, dropout, seed, softcap, sinks, return_lse, start, key_start)
     return explain(spec, kernel)
 

@@ -91,6 +91,22 @@ def test_diagonal_and_reach_are_never_wrong(name):
             assert not pairs[b, h, i, k]
 
 
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("lens", [(1, S), (T, S), (S, S)], ids=str)
+def test_within_a_frame_says_the_same(name, lens):
+    if name in ("none", "documents_cross", "valid_lens_2d") or (lens != (T, S) and name.startswith(("allowed", "blocked"))):
+        return
+    frame = Frame(B, H, *lens)
+    same = evaluate(MASKS[name].within(frame), frame).expand(B, H, *lens)
+    assert torch.equal(same, evaluate(MASKS[name], frame).expand(B, H, *lens))
+
+
+def test_a_wide_window_is_causal():
+    assert mh.Window(7).within(Frame(1, 1, 7, 7)) == mh.Causal()
+    assert mh.Window(6).within(Frame(1, 1, 7, 7)) == mh.Window(6)
+    assert mh.Window(7, ahead=1).within(Frame(1, 1, 7, 7)) == mh.Window(7, ahead=1)
+
+
 def test_known_to_be_full():
     assert mh.Causal().full(Frame(2, 3, 1, 9))
     assert not mh.Causal().full(Frame(2, 3, 2, 9))

@@ -139,7 +139,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 def _parts(mask: Mask | None, frame: Frame) -> tuple[list[Mask], bool, bool]:
     """The parts of the mask that hide anything here; whether they are SDPA's is_causal; whether every key is seen."""
     parts = mask.parts if isinstance(mask, And) else [] if mask is None else [mask]
-    parts = [part for part in parts if not part.full(frame)]
+    parts = [part.within(frame) for part in parts if not part.full(frame)]
+    parts = [part for i, part in enumerate(parts) if not (isinstance(part, Causal) and part in parts[:i])]
     square = frame.q_len == frame.kv_len and frame.shift == 0
     causal = len(parts) == 1 and isinstance(parts[0], Causal) and square and parts[0].aligned(frame)
     return parts, causal, square and all(part.diagonal for part in parts)

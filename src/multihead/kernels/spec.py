@@ -100,6 +100,13 @@ class Spec:
         return self.batch * self.heads * self.q_len * self.kv_len
 
 
+def unbatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether all three come without a batch axis."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _explain(q, k, v)
+    return q.dim() == k.dim() == v.dim() == 3
+
+
 def autocasts(kind: str) -> bool:
     """Whether autocast is on for this kind of device; torch raises where it knows none for it."""
     return kind != "meta" and torch.is_autocast_enabled(kind)

@@ -67,6 +67,9 @@ class Causal(Mask):
         return "Causal()" if self.align == "end" else 'Causal(align="start")'
 
 
+CAUSAL = Causal()
+
+
 @register
 class Window(Mask):
     """A query sees the `width` keys that end at its own position, and `ahead` keys after it: q − width < k ≤ q + ahead."""
@@ -88,6 +91,11 @@ class Window(Mask):
     @property
     def diagonal(self) -> bool:
         return True
+
+    def within(self, frame: Frame) -> Mask:
+        """As long as the text is no longer than the window, it is causal."""
+        shift = frame.shift
+        return CAUSAL if not self.ahead and shift is not None and shift + frame.q_len <= self.width else self
 
     @property
     def reach(self) -> int:

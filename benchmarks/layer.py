@@ -73,9 +73,9 @@ class ByHand(Plain):
 class Torchs(nn.Module):
     """nn.MultiheadAttention, with or without weights."""
 
-    def __init__(self, weights: bool) -> None:
+    def __init__(self, dim: int, heads: int, weights: bool) -> None:
         super().__init__()
-        self.inner, self.weights = nn.MultiheadAttention(DIM, HEADS, batch_first=True), weights
+        self.inner, self.weights = nn.MultiheadAttention(dim, heads, batch_first=True), weights
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x, x, x, need_weights=self.weights)[0]
@@ -101,25 +101,31 @@ def interleave(calls: Mapping[str, Callable[[], object]], seconds: float, least:
             name = names[(turn + i) % len(names)]
             start = time.perf_counter()
             calls[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             times[name].append(time.perf_counter() - start)
         turn += 1
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def layers(seconds: float, others: bool = True) -> list[dict[str, object]]:
-    """Forward and training step at B4 H8 d512."""
+def layers(seconds: float, device: str = "cpu") -> list[dict[str, object]]:
+    """Forward and training step: B4 H8 d512 on a CPU, H16 d2048 with 16,384 tokens on a GPU."""
     rows: list[dict[str, object]] = []
-    for name, dtype in DTYPES.items():
-        for tokens in LENGTHS:
-            ours = mh.MultiHeadAttention(DIM, HEADS).to(dtype)
-            contenders: dict[str, nn.Module] = {"plain": same_weights(ours), "ours": ours}
-            if others and tokens <= 2048:
-                contenders |= {
-                    "by hand": ByHand().to(dtype),
-                    "nn.MHA": Torchs(False).to(dtype),
-                    "nn.MHA weights": Torchs(True).to(dtype),
+    dim, heads = (DIM, HEADS) if device == "cpu" else (2048, 16)
+    shapes = [(BATCH, tokens) for tokens in LENGTHS] if device == "cpu" else [(32, 512), (8, 2048), (2, 8192)]
+    for name, dtype in DTYPES.items() if device == "cpu" else [("bf16", torch.bfloat16)]:
+        for batch, tokens in shapes:
+            made = {"device": device, "dtype": dtype}
+            ours = mh.MultiHeadAttention(dim, heads, **made)
+            pair: dict[str, nn.Module] = {"plain": same_weights(ours).to(device), "ours": ours}
+            others: dict[str, nn.Module] = {}
+            if tokens <= 2048:
+                others = {
+                    "by hand": ByHand(dim, heads),
+                    "nn.MHA": Torchs(dim, heads, False),
+                    "nn.MHA weights": Torchs(dim, heads, True),
                 }
-            x = torch.randn(BATCH, tokens, DIM, dtype=dtype)
+            x = torch.randn(batch, tokens, dim, **made)
 
             def forward(m: nn.Module, x: Tensor = x) -> None:
                 with torch.no_grad():
@@ -130,9 +136,17 @@ def layers(seconds: float, others: bool = True) -> list[dict[str, object]]:
                 m.zero_grad()
 
             for kind, run in (("forward", forward), ("step", step)):
-                times = interleave({n: lambda m=m, run=run: run(m) for n, m in contenders.items()}, seconds)
+                times = interleave({n: lambda m=m, run=run: run(m) for n, m in pair.items()}, seconds, 21)
                 ratios = {n: t / times["plain"] for n, t in times.items()}
-                rows.append({"dtype": name, "tokens": tokens, "kind": kind, "plain_ms": times["plain"] * 1e3, **ratios})
+                for n, m in others.items():
+                    m.to(**made)
+                    two = interleave(
+                        {"plain": lambda run=run: run(pair["plain"]), n: lambda m=m, run=run: run(m)}, seconds / 4, 5
+                    )
+                    ratios[n] = two[n] / two["plain"]
+                rows.append(
+                    {"dtype": name, "batch": batch, "tokens": tokens, "kind": kind, "plain_ms": times["plain"] * 1e3, **ratios}
+                )
                 print(rows[-1], flush=True)
     return rows
 
@@ -229,6 +243,19 @@ def memory(runs: int = 5) -> list[dict[str, object]]:
     return rows
 
 
+def summary(rows: list[dict[str, object]]) -> str:
+    """The README's table."""
+    lines = ["| | forward fp32 | step fp32 | forward bf16 | step bf16 |", "|---|---|---|---|---|"]
+    for name in ("ours", "nn.MHA", "nn.MHA weights", "by hand"):
+        cells = []
+        for dtype in DTYPES:
+            for kind in ("forward", "step"):
+                found = {r["tokens"]: r[name] for r in rows if r["dtype"] == dtype and r["kind"] == kind and name in r}
+                cells.append(" · ".join(f"{found[t]:.2f}" for t in (128, 512, 2048)))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, object]]) -> str:
     columns = list(dict.fromkeys(c for row in rows for c in row))
     cell = lambda v: "" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v)  # noqa: E731
@@ -293,22 +320,31 @@ def plot(rows: list[dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for each row")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for each pair")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    asked = parser.parse_args()
     torch.manual_seed(0)
+    RESULTS.mkdir(exist_ok=True)
+    if asked.device == "cuda":
+        rows = layers(asked.seconds, "cuda")
+        where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        text = f"# The layer on a GPU, measured\n\n`python benchmarks/layer.py --device cuda` on {where}; H 16 d 2048\n\n{table(rows)}\n"
+        (RESULTS / "layer-cuda.md").write_text(text)
+        print(text)
+        return
     found: dict[str, object] = {
         "machine": f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "import_ms": imports(),
         "overhead_us": overhead(),
         "memory": memory(),
         "decoding": decoding(),
-        "layers": layers(seconds),
+        "layers": layers(asked.seconds),
     }
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "layer.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "layer.md").write_text(report(found))
     plot(found["layers"])  # type: ignore[arg-type]
     print(report(found))
+    print(summary(found["layers"]))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

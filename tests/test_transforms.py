@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -140,9 +140,8 @@ def layers(seconds: float, device: str = "cpu") -> list[dict[str, object]]:
                 ratios = {n: t / times["plain"] for n, t in times.items()}
                 for n, m in others.items():
                     m.to(**made)
-                    two = interleave(
-                        {"plain": lambda run=run: run(pair["plain"]), n: lambda m=m, run=run: run(m)}, seconds / 4, 5
-                    )
+                    two = {"plain": pair["plain"], n: m}
+                    two = interleave({n: lambda m=m, run=run: run(m) for n, m in two.items()}, seconds / 4, 5)
                     ratios[n] = two[n] / two["plain"]
                 rows.append(
                     {"dtype": name, "batch": batch, "tokens": tokens, "kind": kind, "plain_ms": times["plain"] * 1e3, **ratios}

@@ -229,3 +229,22 @@ def test_uninitialised_memory_never_shows(kernel, device):
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [None, mh.Causal(), mh.Window(100), mh.Causal() & mh.Lengths([3000])], ids=repr)
+@pytest.mark.parametrize(
+    "size",
+    [Sizes(1, 16, 16, 4096, 4096, 64, 64), Sizes(1, 16, 4, 4096, 4096, 64, 64), Sizes(1, 16, 16, 4096, 4096, 70, 40)],
+    ids=str,
+)
+def test_fused_on_cuda_never_takes_the_square_path(dtype, mask, size):
+    """L×L scores of 16 heads would be 512 MiB in bf16; a mask is 32 to 64 MiB, tensors and their gradients are small."""
+    q, k, v = make(size, dtype=dtype, device="cuda", requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = mh.attention(q, k, v, mask=None if mask is None else mask.to("cuda"), kernel="fused")
+    out.backward(torch.ones_like(out))
+    assert torch.cuda.max_memory_allocated() - before < 400 * 2**20

@@ -130,6 +130,13 @@ def test_cross_attention_positions():
     assert not torch.allclose(layer(x, m, position_ids=torch.arange(3)), want)
 
 
+def test_position_ids_hold_for_the_keys_of_self_attention_however_it_is_called():
+    layer = mh.MultiHeadAttention(16, 2, positions=mh.RoPE())
+    x, ids = torch.randn(2, 3, 16), torch.tensor([0, 4, 9])
+    torch.testing.assert_close(layer(x, x, x, position_ids=ids), layer(x, position_ids=ids))
+    assert not torch.allclose(layer(x, key_position_ids=ids), layer(x))
+
+
 def test_alibi():
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(12)[8:] == [2.0 ** (-0.5 * i) for i in (1, 3, 5, 7)]
@@ -185,6 +192,11 @@ def test_relative_bias_is_learned():
     i = torch.arange(5)
     bias = layer.positions.weight[layer.positions.bucket(i - i[:, None])].permute(2, 0, 1)[None]
     torch.testing.assert_close(layer(x), bare(x, bias=bias))
+
+
+def share(rope):
+    mh.MultiHeadAttention(8, 2, positions=rope)
+    mh.MultiHeadAttention(8, 1, positions=rope)
 
 
 @pytest.mark.parametrize(

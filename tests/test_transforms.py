@@ -122,7 +122,7 @@ def test_export_with_dynamic_sizes_and_a_mask():
 
 
 @pytest.mark.usefixtures("_clean")
-@pytest.mark.parametrize("name", ["plain", "causal", "grouped"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_onnx(name, tmp_path):
     """Opset 23 has an Attention operator of its own; onnxruntime must give our numbers."""
     layer, x = build(name).eval(), torch.randn(2, 5, D)

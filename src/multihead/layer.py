@@ -152,8 +152,9 @@ class MultiHeadAttention(nn.Module):
                 key_position_ids=key_position_ids, cache=cache, return_weights=return_weights, seed=seed, kernel=kernel,
             )  # fmt: skip
             return found.squeeze(0) if isinstance(found, Tensor) else (found[0].squeeze(0), found[1].squeeze(0))
-        if mask is bias is key is value is position_ids is seed is None and kernel == "auto" and not return_weights:
-            out = self._short(query, cache) if query.dim() == 3 else None
+        usual = mask is bias is key is value is position_ids is key_position_ids is seed is None
+        if usual and kernel == "auto" and not return_weights and query.dim() == 3:
+            out = self._short(query, cache)
             if out is not None:
                 return out
         q, k, v, own = self._project(query, key, value)
@@ -228,20 +229,17 @@ class MultiHeadAttention(nn.Module):
         if positions is not None:
             at = _at(0 if cache is None else cache.start, k)
             q, k = positions.turn(q if cache is None else q.view(B, H, 1, D), k, at, at)
+            q = q if cache is None else q.reshape(B, G, H // G, D)
         if cache is None:
             return self.out(whole(q, k, v, self._mask is not None, self.scale).transpose(1, 2).flatten(2))
         found = cache.push(k, v)
-        return (
-            None
-            if found is None
-            else self.out(step(q if positions is None else q.reshape(B, G, H // G, D), *found, self.scale).view(B, 1, H * D))
-        )
+        return None if found is None else self.out(step(q, *found, self.scale).view(B, 1, H * D))
 
     # ---- the parts of forward ---------------------------------------------------------------------------------------
 
     def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
         """q, k, v as [batch, heads, tokens, head_dim], and whether keys are the queries' own tokens."""
-        own = key is None
+        own = key is None or key is query
         if key is None:
             key = query
         if value is None:
@@ -313,7 +311,10 @@ class MultiHeadAttention(nn.Module):
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
         wants = {"query": (query, self.embed_dim), "key": (key, self.key_dim), "value": (value, self.value_dim)}
         said = "; ".join(f"{n} [batch, tokens, {d}] has shape {list(x.shape)}" for n, (x, d) in wants.items())
-        return ValueError(f"MultiHeadAttention: query, key and value must share the batch, key and value their tokens; {said}")
+        return ValueError(
+            "MultiHeadAttention: query, key and value must have the layer's dims and one batch, and there must be as many "
+            f"values as keys; {said}"
+        )
 
     def extra_repr(self) -> str:
         said = [f"heads={self.num_heads}", f"head_dim={self.head_dim}"]

@@ -149,19 +149,24 @@ class RoPE(Positions):
         if axes < 1 or theta <= 0:
             raise ValueError(f"RoPE: theta must be > 0 and axes ≥ 1; they are {theta} and {axes}")
         self.theta, self.dim, self.layout, self.axes, self.scaling = theta, dim, layout, axes, scaling
+        self.whole = dim is None
         self.register_buffer("frequencies", None, persistent=False)
         if dim is not None:
             self._check(dim)
             self.derive(torch.device("cpu"))
 
     def fit(self, heads: int, head_dim: int) -> None:
-        dim = head_dim if self.dim is None else self.dim
-        if dim > head_dim:
-            raise ValueError(f"RoPE: dim is {dim} but a head has only {head_dim} features")
+        if self.whole and self.dim not in (None, head_dim):
+            raise ValueError(
+                f"RoPE: turns whole heads of {self.dim} features since another layer took it, but these have {head_dim}; "
+                "give each layer a RoPE of its own, or give dim="
+            )
         if self.dim is None:
-            self._check(dim)
-            self.dim = dim
+            self._check(head_dim)
+            self.dim = head_dim
             self.derive(torch.get_default_device())
+        if self.dim > head_dim:
+            raise ValueError(f"RoPE: dim is {self.dim} but a head has only {head_dim} features")
 
     def derive(self, device: torch.device | None = None) -> None:
         device = device if self.frequencies is None else self.frequencies.device
@@ -206,7 +211,7 @@ class RoPE(Positions):
             raise ValueError(f"RoPE: the turned features must be a multiple of {2 * self.axes} (pairs × axes); there are {dim}")
 
     def extra_repr(self) -> str:
-        given = {"dim": self.dim, "layout": self.layout, "axes": self.axes, "scaling": self.scaling}
+        given = {"dim": None if self.whole else self.dim, "layout": self.layout, "axes": self.axes, "scaling": self.scaling}
         usual = {"dim": None, "layout": "half", "axes": 1, "scaling": None}
         return ", ".join([f"theta={self.theta:g}", *(f"{n}={v!r}" for n, v in given.items() if v != usual[n])])
 

@@ -74,7 +74,10 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, *, dout: Tensor | None = None, dlse:
         if options.get(name) is not None:
             leaves[name] = options[name] = _double(options[name])
     with torch.enable_grad():
-        out, lse = reference.run(leaves["q"], leaves["k"], leaves["v"], Spec(leaves["q"], leaves["k"], leaves["v"], **options))
+        spec = Spec(leaves["q"], leaves["k"], leaves["v"], want_lse=True, **options)
+        out, lse = reference.run(leaves["q"], leaves["k"], leaves["v"], spec)
+        if lse is None:
+            raise RuntimeError("the reference gave no log-sum-exp")
         grads: dict[str, Tensor] = {}
         if dout is not None:
             total = (out * dout.double()).sum()

@@ -30,8 +30,8 @@ def quadratic_bytes(spec: Spec) -> int:
     return 3 * spec.pairs * _compute_dtype(spec.dtype).itemsize
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """out [batch, heads, q_len, v_dim], lse [batch, heads, q_len] in the dtype of the computation."""
+def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """out [batch, heads, q_len, v_dim]; lse [batch, heads, q_len] in the dtype of the computation, if wanted."""
     with _exactly(q.device.type):
         w, lse, allowed = _softmax(q, k, spec)
         w = _dropout(w, spec)
@@ -50,8 +50,8 @@ def weights(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
         return _softmax(q, k, spec)[0].to(q.dtype)
 
 
-def _softmax(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """weights, log-sum-exp, and what may attend (None where nothing is hidden)."""
+def _softmax(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """weights, log-sum-exp if wanted, and what may attend (None where nothing is hidden)."""
     dtype = _compute_dtype(spec.dtype)
     q, k = q.to(dtype), _repeat(k, spec).to(dtype)
     allowed = None if spec.mask is None and not spec.ragged else _allowed(spec)
@@ -66,14 +66,17 @@ def _softmax(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor |
         s = s + spec.bias.to(dtype)
     if allowed is not None and poison is not None:
         s = (s + poison).masked_fill(~allowed, -math.inf)
-    hidden = None if allowed is None and spec.bias is None else s == -math.inf
-    empty = (hidden if hidden is not None else s.new_zeros(s.shape, dtype=torch.bool)).all(-1, keepdim=True)
-    s = s.masked_fill(empty, 0.0)  # keeps inf − inf out of the softmax; such rows are zeroed below
+    hidden = None if allowed is None and spec.bias is None and spec.kv_len else s == -math.inf
+    empty = None if hidden is None else hidden.all(-1, keepdim=True)
+    if empty is not None:
+        s = s.masked_fill(empty, 0.0)  # keeps inf − inf out of the softmax; such rows are zeroed below
     if spec.sinks is not None:
         s = torch.cat([s, spec.sinks.to(dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
-    w, lse = s.softmax(-1), s.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+    w, lse = s.softmax(-1), s.logsumexp(-1) if spec.want_lse else None
     w = w if spec.sinks is None else w[..., :-1]
-    return w if hidden is None else w.masked_fill(hidden, 0.0), lse, allowed
+    if hidden is None or empty is None:
+        return w, lse, allowed
+    return w.masked_fill(hidden, 0.0), None if lse is None else lse.masked_fill(empty.squeeze(-1), -math.inf), allowed
 
 
 def _allowed(spec: Spec) -> Tensor:

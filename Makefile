@@ -28,7 +28,7 @@ format: .venv/dev
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" numpy  # torch warns at import without it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 

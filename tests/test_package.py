@@ -107,6 +107,8 @@ def test_see_prints_what_heads_attend_to(capsys):
     assert "head 1: looks at the token before" in printed
     assert "  not │  █   │ 100% → or" in printed
     assert "  be  │ ▒   ▒│  50% → be" in printed
+    assert cli.main(["see", "床前明月光"]) == 0
+    assert "注意力头 1: 看前一个词元" in capsys.readouterr().out
     assert cli.main(["see", "--lang", "zh"]) == 0
     printed = capsys.readouterr().out
     assert "注意力头 1: 看前一个词元" in printed

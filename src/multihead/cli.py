@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import locale
+import re
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -18,9 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     see = commands.add_parser("see", help="look at what a layer attends to in a text")
     see.add_argument("text", nargs="?", help="the text; a line of English or Chinese unless given")
-    see.add_argument("--lang", choices=("en", "zh"), default=_language(), help="language of the output (default: %(default)s)")
+    see.add_argument(
+        "--lang", choices=("en", "zh"), help="language of the output (default: that of the text, or of the system)"
+    )
     asked = parser.parse_args(arguments)
-    lang = cast(Lang, asked.lang)
+    lang = cast(Lang, asked.lang or _language(asked.text or ""))
     try:
         print(demo.see(demo.TEXTS[lang] if asked.text is None else asked.text, lang))
     except ValueError as error:
@@ -29,5 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _language() -> Lang:
+def _language(text: str) -> Lang:
+    if text.strip():
+        return "zh" if re.search(r"[\u4e00-\u9fff]", text) else "en"
     return "zh" if (locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"

@@ -91,6 +91,18 @@ def test_bias(kernel, shape, name, device):
         torch.testing.assert_close(got, exact.grads[n].float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_bias_keeps_its_digits(kernel, dtype):
+    """Biases near 200 would lose a half in bfloat16; −1e9 is no −inf and 1e5 no infinity in float16."""
+    q, k, v = make(Sizes(kv_heads=6, v_dim=11), dtype=dtype)
+    for bias in (200.3 + torch.randn(T, S), torch.full((T, S), -1e9), torch.full((T, S), 1e5)):
+        got, exact = mh.attention(q, k, v, bias=bias, kernel=kernel), oracle(q, k, v, bias=bias).out
+        size = 1e-2 if abs(bias[0, 0]) < 1e3 else 2.5  # the sum itself is float32, where 1e9 leaves nothing of a score
+        torch.testing.assert_close(got.double(), exact, rtol=size, atol=size)
+        assert bool(got.any(-1).all())
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradient_into_the_bias(kernel, device):
     q, k, v = make(device=device)

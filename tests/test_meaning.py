@@ -175,6 +175,37 @@ def test_what_no_query_may_see_has_no_influence(kernel, device, dtype, mask, val
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kv_len", [1, 3, 7, 15, 16, 33])
+@pytest.mark.parametrize("mask", [None, mh.Causal()], ids=repr)
+def test_a_query_that_is_nan_gets_nan(kernel, device, dtype, kv_len, mask):
+    """Zeros say that there is nothing to attend to, and only that; torch's CPU kernel says it of NaN over few keys."""
+    q, k, v = make(Sizes(q_len=kv_len, kv_len=kv_len), device=device, dtype=dtype)
+    q = q.clone()
+    q[:, :, 0] = math.nan
+    out = call(kernel, q, k, v, mask=mask)
+    assert bool(out[:, :, 0].isnan().all())
+    assert bool(out[:, :, 1:].isfinite().all())
+    layer = mh.MultiHeadAttention(12, 3, mask=mask, device=device, dtype=dtype)
+    layer.query.weight.data.fill_(math.nan)
+    x = torch.randn(1, kv_len, 12, device=device, dtype=dtype)
+    assert bool(layer(x, kernel=kernel).isnan().all())
+    with torch.no_grad():
+        cache = layer.new_cache(1, kv_len)
+        assert all(bool(layer(token, cache=cache, kernel=kernel).isnan().all()) for token in x.split(1, 1))
+
+
+def test_negative_key_start_is_no_key(kernel, device):
+    """Columns below position 0 hold no key, said by a number or by a tensor."""
+    q, k, v = make(device=device)
+    k, v = k.clone(), v.clone()
+    k[:, :, :2], v[:, :, :2] = math.nan, math.inf
+    for mask in (None, mh.Causal(), mh.Keys(torch.ones(B, S, device=device) > 0)):
+        got = call(kernel, q, k, v, mask=mask, key_start=-2, start=1)
+        assert torch.equal(got, call(kernel, q, k, v, mask=mask, key_start=torch.full((B,), -2, device=device), start=1))
+        want = call(kernel, q, k[:, :, 2:], v[:, :, 2:], mask=mask if isinstance(mask, mh.Causal) else None, start=1)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_what_some_queries_may_not_see_has_no_influence_on_them(device, dtype):
     """Hidden from only some queries: promised by the reference; the plan of other kernels says that they do not."""
     q, k, v = make(Sizes(q_len=S), device=device, dtype=dtype)

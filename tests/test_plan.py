@@ -53,6 +53,46 @@ def test_memory_of_masks(mask, size):
     assert mh.plan(q, k, v, mask=mask).quadratic_bytes == size
 
 
+def test_memory_of_masks_that_vary_without_saying_so():
+    """A predicate that looks at b or h, and positions that differ between texts."""
+    q, k, v = make(Sizes(q_len=100, kv_len=100))
+    for mask, size in (
+        (mh.Where(lambda b, h, q, k: (q + k + b + h) % 3 != 0), B * H),
+        (mh.Where(lambda b, h, q, k: (q + k + h) % 3 != 0), H),
+        (mh.Where(lambda b, h, q, k: (q + k) % 3 != 0), 1),
+    ):
+        assert mh.plan(q, k, v, mask=mask).quadratic_bytes == size * 100 * 100 * 5
+    ragged = mh.plan(q, k, v, mask=mh.Causal(), start=torch.tensor([0, 5]))
+    assert ragged.quadratic_bytes == B * 100 * 100 * 5
+
+
+def test_plan_is_the_calls_plan():
+    q, k, v = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mh.plan(q, k.bfloat16(), v, mask=mh.Window(2)).quadratic_bytes == T * S * 3
+    empty = mh.plan(q, k, v, key_start=torch.tensor([-2, 0]), start=torch.tensor([0, 2]))
+    assert empty.allowed == H * T * (S - 2 + S)
+    on_meta = mh.plan(*(x.to("meta") for x in (q, k, v)), mask=mh.Causal() & mh.Lengths([3, 4]))
+    assert on_meta == mh.plan(q, k, v, mask=mh.Causal() & mh.Lengths([3, 4]))
+    plan = mh.plan(q, k, v, return_weights=True)
+    assert plan.kernel == "fused"
+    assert plan.quadratic_bytes == B * H * T * S * 3 * 4
+
+
+def test_a_warning_points_at_the_callers_line():
+    q, layer = torch.zeros(1, 1, 3000, 8), mh.MultiHeadAttention(8, 1, softcap=3.0)
+    calls = (
+        lambda: mh.attention(q, q, q, softcap=5.0),
+        lambda: mh.attention(q, q, q, softcap=5.0, return_lse=True),
+        lambda: mh.attention(q[0], q[0], q[0], softcap=5.0),
+        lambda: layer(torch.zeros(1, 3000, 8)),
+    )
+    for call in calls:
+        with pytest.warns(mh.QuadraticMemoryWarning) as found:
+            call()
+        assert found[0].filename == __file__
+
+
 def test_memory_of_a_bias_and_of_the_reference():
     q, k, v = make()
     assert mh.plan(q, k, v, bias=torch.zeros(H, T, S)[None]).quadratic_bytes == H * T * S * 5

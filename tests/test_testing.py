@@ -32,6 +32,17 @@ def test_check_finds_what_is_not_finite(value):
         check(wrong, oracle(q, k, v).out, naive(q, k, v))
 
 
+def test_an_overflow_of_plain_torch_excuses_nothing():
+    q, k, v = make()
+    exact, plain = oracle(q, k, v).out, naive(q, k, v)
+    overflown = plain.clone()
+    overflown[0, 0, 0, 0] = math.inf
+    check(plain, exact, overflown)
+    with pytest.raises(AssertionError, match="is off by inf"):
+        check(torch.full_like(plain, math.nan), exact, overflown)
+    check(plain[:0], exact[:0], plain[:0])
+
+
 def test_check_wants_exact_zeros_and_the_right_shape():
     q, k, v = make()
     mask = mh.Lengths([0, 7])

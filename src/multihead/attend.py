@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from .kernels import reference
 from .kernels.fused import quick, step, suits, whole
-from .kernels.spec import Spec, autocasts, unbatched
+from .kernels.spec import Spec, autocast, autocasts, unbatched
 from .masks import Causal, Mask
 from .masks.algebra import Position
 from .plan import choose
@@ -75,7 +75,7 @@ def attention(
         and not (dropout or return_lse or return_weights)
         and softcap is None
         and sinks is None
-        and (scale is None or scale > 0)
+        and (scale is None or (type(scale) is float and 0 < scale < math.inf))
     ):
         out = quick(q, k, v, mask, scale, start, key_start)
         if out is not None:
@@ -88,7 +88,7 @@ def attention(
         )  # fmt: skip
         return found.squeeze(0) if isinstance(found, Tensor) else tuple(x.squeeze(0) for x in found)
     if autocasts(q.device.type):
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     spec = Spec(q, k, v, mask, bias, scale, dropout, seed, softcap, sinks, return_lse, start, key_start)
     if not (return_lse or return_weights):
         return choose(spec, kernel).run(q, k, v, spec)[0]
@@ -100,12 +100,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: str, return_weights
     out, lse = choose(spec, kernel).run(q, k, v, spec)
     found = (out, lse) if spec.want_lse else (out,)
     return (*found, reference.weights(q, k, spec)) if return_weights else found
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does to the arguments of SDPA, here for every kernel alike."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
 __all__ = ["attention", "step", "suits", "whole"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .kernels import fused, reference
-from .kernels.spec import Spec, unbatched
-from .masks import Mask
+from .kernels.spec import Spec, autocast, autocasts, unbatched
+from .masks import Frame, Mask
 from .masks.algebra import Position, count
 
 KERNELS: dict[str, ModuleType] = {"fused": fused, "reference": reference}  # "auto" takes the first that does not refuse
@@ -28,8 +29,11 @@ def choose(spec: Spec, kernel: str = "auto") -> ModuleType:
         _require(spec, kernel)
         return KERNELS[kernel]
     module = fused if fused.refuses(spec) is None else reference
-    square = module is reference or spec.mask is not None or spec.bias is not None
-    if square and module.quadratic_bytes(spec) > QUIET and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # a size compared here would become a guard of the graph
+        return module
+    square = module is reference or spec.mask is not None or spec.bias is not None or spec.ragged
+    most = 3 * spec.pairs * 8  # no kernel keeps more; what is small needs no closer look
+    if square and most > QUIET and module.quadratic_bytes(spec) > QUIET:
         _warn(spec, module)
     return module
 
@@ -84,16 +88,22 @@ def plan(
     start: Position | None = None,
     key_start: Position = 0,
     return_lse: bool = False,
+    return_weights: bool = False,
     kernel: str = "auto",
 ) -> Plan:
-    """Which kernel `attention` would run for this call, the pairs left to compute, and each other kernel's refusal."""
+    """Which kernel `attention` would run for this call, the pairs left to compute, and each other kernel's refusal.
+
+    Tensors on the meta device will do: a plan needs their shapes, and the numbers of the mask alone.
+    """
     if unbatched(q, k, v):
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    if autocasts(q.device.type):
+        q, k, v = autocast(q, k, v)
     spec = Spec(q, k, v, mask, bias, scale, dropout, seed, softcap, sinks, return_lse, start, key_start)
-    return explain(spec, kernel)
+    return explain(spec, kernel, return_weights)
 
 
-def explain(spec: Spec, kernel: str = "auto") -> Plan:
+def explain(spec: Spec, kernel: str = "auto", return_weights: bool = False) -> Plan:
     """The plan of a checked call."""
     reasons: dict[str, str | None] = {name: module.refuses(spec) for name, module in KERNELS.items()}
     if kernel == "auto":
@@ -106,8 +116,19 @@ def explain(spec: Spec, kernel: str = "auto") -> Plan:
         notes.append("NaN or inf in a key hidden from only some queries can reach their gradients (IEEE: 0 · NaN is NaN)")
     if kernel != "reference":
         notes.append('second derivatives and forward-mode AD need kernel="reference"')
-    allowed = spec.pairs if spec.mask is None else count(spec.mask, spec.frame)
-    return Plan(kernel, others, spec.pairs, allowed, KERNELS[kernel].quadratic_bytes(spec), notes)
+    quadratic = KERNELS[kernel].quadratic_bytes(spec)
+    if return_weights:
+        quadratic += reference.quadratic_bytes(spec) if kernel != "reference" else 0
+        notes.append("the weights are L×L, computed beside the output")
+    return Plan(kernel, others, spec.pairs, count(spec.mask, _here(spec)), quadratic, notes)
+
+
+def _here(spec: Spec) -> Frame:
+    """The frame to count in: where the mask's numbers are, if the call itself has none."""
+    frame = spec.frame
+    if spec.device.type == "meta":
+        frame.device = torch.device("cpu")
+    return frame
 
 
 def _require(spec: Spec, kernel: str) -> None:
@@ -132,8 +153,16 @@ def _warn(spec: Spec, module: ModuleType) -> None:
         f'attention: "auto" runs kernel "{name}" with {_bytes(module.quadratic_bytes(spec))} of L×L tensors, because {why}; '
         "print(multihead.plan(…)) tells more",
         QuadraticMemoryWarning,
-        stacklevel=4,
+        stacklevel=_outside(),
     )
+
+
+def _outside() -> int:
+    """The stacklevel of the first caller outside of this package and of torch: the line that can be changed."""
+    level, frame = 1, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("multihead", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _bytes(n: float) -> str:

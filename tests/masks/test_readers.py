@@ -97,9 +97,21 @@ def test_from_triu_reads_the_causal_buffer_back():
         (lambda: mh.Allowed(ALLOWED[0]), ValueError, r"Allowed: the mask must be \[q, k\].*its shape is \[4\]"),
         (lambda: mh.Causal(align="left"), ValueError, 'align must be "end" or "start"; it is \'left\''),
         (lambda: mh.Window(0), ValueError, "width must be ≥ 1 and ahead ≥ 0; they are 0 and 0"),
-        (lambda: mh.Prefix(-1), ValueError, "n must be ≥ 0; it is -1"),
+        (lambda: mh.Prefix(-1), ValueError, "Prefix: n must be ≥ 0; the smallest is -1"),
+        (lambda: mh.Prefix(True), TypeError, "n must be a list or tensor of whole numbers; got"),
+        (lambda: mh.Window(2.5), TypeError, r"width and ahead must be whole numbers; they are 2.5 and 0"),
+        (lambda: mh.Lengths(None), TypeError, "keys must be a list or tensor of whole numbers; got None"),
+        (lambda: mh.Documents([[0, 1], [0]]), ValueError, "ids must have rows of one length"),
+        (lambda: mh.Documents.from_lengths(3), TypeError, "lengths must be whole numbers, a list or a list of lists; got 3"),
+        (lambda: mh.Causal().to(torch.float16), TypeError, "a mask moves between devices and keeps its dtype; it got torch.float16"),
+        (lambda: masks.from_huggingface(None), TypeError, "from_huggingface: needs a tensor; got a NoneType"),
+        (lambda: masks.from_triu(torch.zeros(3)), ValueError, r"from_triu: a mask has at least 2 axes.*its shape is \[3\]"),
+        (lambda: masks.from_torch(torch.ones(3, 4)), ValueError, "from_torch: a mask holds 0 and −inf only, but there is 1"),
+        (lambda: masks.from_torch(ALLOWED[None], num_heads=0), ValueError, "num_heads is 0; pass the layer's num_heads="),
+        (lambda: mh.Where(lambda b, h, q, k: torch.ones(3) > 0).dense(2, 2), ValueError, r"broadcast to \[batch, heads, q, k\] = \[1, 1, 2, 2\]; it returned shape \[3\]"),
         (lambda: mh.Lengths([2, -1]), ValueError, "Lengths: keys must be ≥ 0; the smallest is -1"),
-        (lambda: mh.Lengths([2.5]), TypeError, "must hold whole numbers; its dtype is torch.float32"),
+        (lambda: mh.Lengths([2.5]), TypeError, r"a list or tensor of whole numbers; got \[2.5\]"),
+        (lambda: mh.Lengths(torch.ones(2)), TypeError, "must hold whole numbers; its dtype is torch.float32"),
         (lambda: mh.Lengths("ab"), TypeError, "a list or tensor of whole numbers; got 'ab'"),
         (lambda: mh.Lengths([[2]]), ValueError, r"keys must be 1-D; its shape is \[1, 1\]"),
         (lambda: mh.Lengths([2, 3], [1]), ValueError, "keys has 2, queries has 1"),
@@ -144,7 +156,7 @@ def test_from_triu_reads_the_causal_buffer_back():
             r"the mask is on cpu but the call is on meta; write mask.to\(.meta.\)",
         ),
     ],
-)
+)  # fmt: skip
 def test_errors_say_what_must_hold_what_came_and_what_to_do(call, error, match):
     with pytest.raises(error, match=match):
         call()

@@ -9,13 +9,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _functorch as functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType]
 from torch.autograd import forward_ad
 
 from ..masks import And, Causal, Frame, Mask, evaluate
-from ..masks.algebra import Position
+from ..masks.algebra import Position, extent
 from .spec import Spec
 
 HALF = (torch.bfloat16, torch.float16)
+VECTOR = 16  # keys, at most, that a vector of torch's CPU kernel holds
 FOLD = 16  # up to this many queries, the heads of a kv group become rows of one product: no key is read twice
 
 
@@ -52,11 +54,13 @@ def quadratic_bytes(spec: Spec) -> int:
     parts, causal, _ = _parts(spec.mask, spec.frame)
     if causal or not (parts or spec.bias is not None):
         return 0
-    shape = (1, 1, 1) if spec.bias is None else spec.bias.shape[:3]
-    batch, heads = max([shape[0], *(p.batch for p in parts)]), max([shape[1], *(p.heads for p in parts)])
-    if shape[2] == 1 and not any(p.by_query for p in parts):
+    bias = (1, 1, 1) if spec.bias is None else spec.bias.shape[:3]
+    if bias[2] == 1 and not any(p.by_query for p in parts):
         return 0
-    return batch * heads * spec.q_len * spec.kv_len * (1 + spec.dtype.itemsize)
+    mask = extent(And(*parts), spec.frame) if parts else (1, 1)
+    batch, heads = max(bias[0], mask[0]), max(bias[1], mask[1])
+    wide = spec.dtype if spec.bias is None else _bias_dtype(spec)
+    return batch * heads * spec.q_len * spec.kv_len * (1 + wide.itemsize)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, None]:
@@ -68,7 +72,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, None]:
         q, k, v = _pad(q, k, v, spec)
     scale = spec.scale
     if not scale > 0:  # kernels take the largest score before they scale
-        q, scale = q * scale, 1.0
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     if not q.stride(3) == k.stride(3) == v.stride(3) == 1:  # torch would leave its fused kernel without a word
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = _grouped(q, k, v, mask, causal, spec, scale)
@@ -81,9 +85,23 @@ def _sdpa(
 ) -> Tensor:  # fmt: skip
     """The call itself, its gradient marked as one that cannot be differentiated again."""
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
-    if out.requires_grad and not torch.compiler.is_compiling() and out.grad_fn is not None:
+    if torch.compiler.is_compiling():
+        return out
+    if out.requires_grad and out.grad_fn is not None:
         out.grad_fn.register_hook(_first_order_only)
-    return out
+    few = mask is None and k.shape[2] < VECTOR and q.is_cpu
+    return _keep_nan(out, q, k) if few and not functorch.is_functorch_wrapped_tensor(out) else out
+
+
+def _keep_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Over fewer keys than a vector holds, torch's CPU kernel gives zeros where every score of a row is NaN.
+
+    That is where the query is not finite, or where the first key is NaN, which every row sees if there is no mask but causal.
+    """
+    if math.isfinite(q.detach().sum().item()) and math.isfinite(k.detach().sum().item()):
+        return out
+    keys = k.isnan().any(3, keepdim=True)[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return out.masked_fill(~q.isfinite().all(3, keepdim=True) | keys, math.nan)
 
 
 def quick(
@@ -105,11 +123,11 @@ def quick(
     if not suits(q, D):
         return None
     try:
-        if T == S and H == G and start is None and not isinstance(key_start, Tensor):
+        if T == S and H == G and start is None and type(key_start) is int and key_start >= 0:
             return _sdpa(q, k, v, None, mask is not None, scale, 0.0)
-        if T != 1 or not G or H % G or isinstance(key_start, Tensor) or isinstance(start, Tensor):
+        if T != 1 or not G or H % G or type(key_start) is not int or key_start < 0:
             return None
-        if mask is not None and start is not None and start < key_start + S - 1:
+        if start is not None and (type(start) is not int or (mask is not None and start < key_start + S - 1)):
             return None
         return _sdpa(q.reshape(B, G, H // G, D), k, v, None, False, scale, 0.0).view(queries)
     except RuntimeError:  # what torch refuses, the long way can explain or do otherwise
@@ -124,13 +142,14 @@ def suits(x: Tensor, head_dim: int) -> bool:
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """Self-attention of equal shapes, known to suit()."""
-    return _sdpa(q, k, v, None, causal, scale, 0.0)
+    """Self-attention of equal shapes but for shared kv heads, known to suit()."""
+    return _sdpa(q, k, v, None, causal, scale, 0.0, q.shape[1] != k.shape[1])
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def step(q: Tensor, k: Tensor, v: Tensor, scale: float | None, kv_len: int) -> Tensor:
     """One token that sees every key, its heads folded to [batch, kv_heads, group, head_dim]; shapes are known to fit."""
-    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    return _keep_nan(out, q, k) if kv_len < VECTOR and q.is_cpu else out
 
 
 # ---- the mask -------------------------------------------------------------------------------------------------------
@@ -141,9 +160,19 @@ def _parts(mask: Mask | None, frame: Frame) -> tuple[list[Mask], bool, bool]:
     parts = mask.parts if isinstance(mask, And) else [] if mask is None else [mask]
     parts = [part.within(frame) for part in parts if not part.full(frame)]
     parts = [part for i, part in enumerate(parts) if not (isinstance(part, Causal) and part in parts[:i])]
-    square = frame.q_len == frame.kv_len and frame.shift == 0
+    shift = frame.shift
+    square = shift is not None and _surely(frame.q_len == frame.kv_len) and _surely(shift == 0)
     causal = len(parts) == 1 and isinstance(parts[0], Causal) and square and parts[0].aligned(frame)
     return parts, causal, square and all(part.diagonal for part in parts)
+
+
+def _surely(fact: bool) -> bool:
+    """The fact; in a traced graph only if it holds for all sizes, since an exported program forgets what was assumed."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # heavy, and there already when tracing
+
+        return statically_known_true(fact)
+    return fact
 
 
 def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, Tensor | None]:
@@ -153,9 +182,9 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
     for it, cuDNN returns the mean of v.
     """
     frame = spec.frame
+    if spec.mask is not None:
+        spec.mask.check(frame)
     parts, causal, seen = _parts(spec.mask, frame)
-    for part in parts:
-        part.check(frame)
     if causal and spec.bias is None:
         return q, k, v, None, True, None
     allowed, empty = evaluate(And(*parts), frame) if parts else frame.there(), None
@@ -165,11 +194,25 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
         q, k, v = q.masked_fill(empty, 0.0), k.masked_fill(columns, 0.0), v.masked_fill(columns, 0.0)
         allowed = allowed | empty
     if spec.bias is not None:
-        bias = spec.bias.to(q.dtype)
+        bias = _bias(spec)
         allowed = bias if allowed is None else torch.where(allowed, bias, -math.inf)
     if allowed is not None and allowed.shape[3] == 1:
         allowed = allowed.expand(-1, -1, -1, spec.kv_len).contiguous()  # CUDA wants its last axis whole
     return q, k, v, allowed, False, empty
+
+
+def _bias_dtype(spec: Spec) -> torch.dtype:
+    """CPU kernels add a float32 bias to half-precision scores; CUDA's want q's dtype, and CPU's float64 wants float64."""
+    return torch.float32 if spec.device.type == "cpu" and spec.dtype in HALF else spec.dtype
+
+
+def _bias(spec: Spec) -> Tensor:
+    """The bias in the dtype that the kernel takes; what is finite stays finite."""
+    bias, dtype = cast(Tensor, spec.bias), _bias_dtype(spec)
+    if torch.finfo(bias.dtype).max <= torch.finfo(dtype).max:
+        return bias.to(dtype)
+    most = torch.finfo(dtype).max
+    return bias.clamp(-most, most).to(dtype).masked_fill(bias.isinf() & (bias < 0), -math.inf)
 
 
 # ---- what SDPA does badly by itself ---------------------------------------------------------------------------------
@@ -197,7 +240,8 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
     if R > 1 and spec.device.type == "cuda" and (mask is not None or spec.dtype == torch.float32):
         k, v = k.repeat_interleave(R, 1), v.repeat_interleave(R, 1)  # enable_gqa would take the L×L path
         R = 1
-    return _sdpa(q, k, v, mask, causal, scale, spec.dropout, R > 1)
+    shared = True if R > 1 else False  # noqa: SIM210 - torch wants a bool; in a traced graph R > 1 is a symbol
+    return _sdpa(q, k, v, mask, causal, scale, spec.dropout, shared)
 
 
 # ---- what SDPA cannot say -------------------------------------------------------------------------------------------

@@ -65,11 +65,11 @@ def _softmax(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None, T
     if spec.bias is not None:
         s = s + spec.bias.to(dtype)
     if allowed is not None and poison is not None:
-        s = (s + poison).masked_fill(~allowed, -math.inf)
-    hidden = None if allowed is None and spec.bias is None and spec.kv_len else s == -math.inf
+        s = s + poison
+    hidden = _hidden(allowed, spec)
     empty = None if hidden is None else hidden.all(-1, keepdim=True)
-    if empty is not None:
-        s = s.masked_fill(empty, 0.0)  # keeps inf − inf out of the softmax; such rows are zeroed below
+    if hidden is not None and empty is not None:
+        s = s.masked_fill(hidden, -math.inf).masked_fill(empty, 0.0)  # no inf − inf; empty rows are zeroed below
     if spec.sinks is not None:
         s = torch.cat([s, spec.sinks.to(dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
     w, lse = s.softmax(-1), s.logsumexp(-1) if spec.want_lse else None
@@ -77,6 +77,14 @@ def _softmax(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None, T
     if hidden is None or empty is None:
         return w, lse, allowed
     return w.masked_fill(hidden, 0.0), None if lse is None else lse.masked_fill(empty.squeeze(-1), -math.inf), allowed
+
+
+def _hidden(allowed: Tensor | None, spec: Spec) -> Tensor | None:
+    """What a mask, a bias of −inf or the lack of any key hides; a score that overflows to −inf is not hidden."""
+    by_bias = None if spec.bias is None else spec.bias == -math.inf
+    if allowed is None and by_bias is None:
+        return None if spec.kv_len else torch.ones(1, 1, 1, 0, dtype=torch.bool, device=spec.device)
+    return by_bias if allowed is None else ~allowed if by_bias is None else ~allowed | by_bias
 
 
 def _allowed(spec: Spec) -> Tensor:

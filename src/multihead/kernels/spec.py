@@ -46,7 +46,7 @@ class Spec:
             B, H, T, D = q.shape
             Bk, G, S, Dk = k.shape
             Bv, Gv, Sv, E = v.shape
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RuntimeError):  # the last from a nested tensor
             raise _explain(q, k, v) from None
         dtype, device = q.dtype, q.device
         fits = B == Bk == Bv and Dk == D and Gv == G and Sv == S and G and H % G == 0 and D
@@ -54,6 +54,8 @@ class Spec:
             raise _explain(q, k, v)
         self.batch, self.heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.v_dim = B, H, G, T, S, D, E
         self.dtype, self.device = dtype, device
+        if scale is not None or softcap is not None:
+            check_numbers("attention", scale, softcap)
         self.scale = 1.0 / math.sqrt(D) if scale is None else float(scale)
         self.mask, self.bias, self.sinks = mask, bias, sinks
         self.dropout, self.seed, self.softcap, self.want_lse = dropout, seed, softcap, want_lse
@@ -61,20 +63,17 @@ class Spec:
         if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _bare_mask(mask)
         if bias is not None:
-            self.bias = _check_bias(bias, self)
-        if sinks is not None and (sinks.shape != (H,) or sinks.device != device):
-            raise ValueError(
-                f"attention: sinks must hold one logit a head, [heads] = [{H}] on {device}; "
-                f"its shape is {list(sinks.shape)} on {sinks.device}"
-            )
-        if dropout or seed is not None:
+            self.bias = check_bias(bias, (B, H, T, S), device)
+        if sinks is not None:
+            _check_sinks(sinks, H, device)
+        if dropout != 0.0 or seed is not None:
             _check_dropout(dropout, seed)
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"attention: softcap must be > 0 (scores become softcap · tanh(score / softcap)); it is {softcap}")
-        if isinstance(start, Tensor):
+        if start is not None and type(start) is not int:
             _check_start("start", start, B)
-        if isinstance(key_start, Tensor):
+        if type(key_start) is not int:
             _check_start("key_start", key_start, B)
+        elif key_start < 0:  # no key stands before 0: what a ragged cache says with a tensor
+            self.key_start = torch.full((B,), key_start, device=device)
 
     @property
     def frame(self) -> Frame:
@@ -112,6 +111,12 @@ def autocasts(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the arguments of SDPA, here for every kernel alike."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
 _AXES = {
     "q": "[batch, heads, q_len, head_dim]",
     "k": "[batch, kv_heads, kv_len, head_dim]",
@@ -125,6 +130,11 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> Exception:
     for name, t in named.items():
         if not isinstance(t, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             return TypeError(f"attention: {name} must be a tensor {_AXES[name]}; it is a {type(t).__name__}")
+        if t.is_nested:
+            return TypeError(
+                f"attention: {name} is a nested tensor; pad it (x.to_padded_tensor(0)) and pass mask=Lengths(…), or pack it "
+                "and pass mask=Documents.from_lengths(…)"
+            )
     came = "; ".join(f"{name} {_AXES[name]} has shape {list(t.shape)}" for name, t in named.items())
     if any(t.ndim != 4 for t in named.values()):
         return ValueError(f"attention: q, k and v must all have 4 axes, or all 3 (no batch); {came}")
@@ -160,10 +170,25 @@ def _bare_mask(mask: object) -> TypeError:
     return TypeError(f"attention: mask must be a multihead mask such as Causal(); it is a {type(mask).__name__}")
 
 
-def _check_bias(bias: Tensor, spec: Spec) -> Tensor:
-    want = (spec.batch, spec.heads, spec.q_len, spec.kv_len)
-    four = bias[None, None] if bias.ndim == 2 else bias[:, None] if bias.ndim == 3 else bias
-    if four.ndim != 4 or any(n not in (1, m) for n, m in zip(four.shape, want, strict=True)):
+def four_axes(x: Tensor) -> Tensor:
+    """A bias [q, k], [batch, q, k] or [batch, heads, q, k] with all four: three axes never mean the heads."""
+    return x[None, None] if x.ndim == 2 else x[:, None] if x.ndim == 3 else x
+
+
+def check_numbers(where: str, scale: object, softcap: object) -> None:
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+            raise TypeError(f"{where}: {name} must be a finite number; it is {value!r}")
+    if isinstance(softcap, int | float) and not softcap > 0:
+        raise ValueError(f"{where}: softcap must be > 0 (scores become softcap · tanh(score / softcap)); it is {softcap}")
+
+
+def check_bias(bias: Tensor, want: tuple[int, ...], device: torch.device) -> Tensor:
+    """The bias with four axes, broadcastable to want = [batch, heads, q_len, kv_len]."""
+    if not isinstance(bias, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"attention: bias must be a float tensor that is added to the scores; it is a {type(bias).__name__}")
+    four = four_axes(bias)
+    if four.ndim != 4 or any(n != 1 and n != m for n, m in zip(four.shape, want, strict=True)):
         raise ValueError(
             "attention: bias must be [q_len, kv_len], [batch, q_len, kv_len] or [batch, heads, q_len, kv_len], size 1 where "
             f"it does not vary; its shape is {list(bias.shape)}, the call is {list(want)}"
@@ -173,19 +198,34 @@ def _check_bias(bias: Tensor, spec: Spec) -> Tensor:
             f"attention: bias is added to the scores and must be a float tensor; its dtype is {bias.dtype}. "
             "A bool tensor is a mask: mask=Allowed(m) or mask=Blocked(m)"
         )
-    if bias.device != spec.device:
-        raise ValueError(f"attention: bias is on {bias.device} but q is on {spec.device}")
+    if bias.device != device:
+        raise ValueError(f"attention: bias is on {bias.device} but q is on {device}")
     return four
 
 
+def _check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
+        came = f"dtype {sinks.dtype}" if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"attention: sinks must be a float tensor [heads] = [{heads}]; it is {came}")
+    if sinks.shape != (heads,) or sinks.device != device:
+        raise ValueError(
+            f"attention: sinks must hold one logit a head, [heads] = [{heads}] on {device}; "
+            f"its shape is {list(sinks.shape)} on {sinks.device}"
+        )
+
+
 def _check_dropout(dropout: float, seed: int | None) -> None:
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"attention: dropout is the probability to drop a weight, 0 … 1; it is {dropout}")
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"attention: dropout is the probability to drop a weight, 0 … 1; it is {dropout!r}")
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"attention: seed must be a whole number, 0 … 2⁶³ − 1; it is {seed!r}")
 
 
-def _check_start(name: str, start: Tensor, batch: int) -> None:
+def _check_start(name: str, start: object, batch: int) -> None:
+    if isinstance(start, torch.SymInt):
+        return
+    if not isinstance(start, Tensor):
+        raise TypeError(f"attention: {name} must be a whole number or an integer tensor [batch] = [{batch}]; it is {start!r}")
     if start.shape != (batch,) or start.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"attention: {name} must be a number or an integer tensor [batch] = [{batch}]; "

@@ -44,6 +44,8 @@ class Frame:
         device: torch.device | str | None = None,
     ) -> None:
         self.batch, self.heads, self.q_len, self.kv_len = batch, heads, q_len, kv_len
+        if type(k_start) is int and k_start < 0:  # columns without a key, as a ragged cache has them
+            k_start = torch.full((batch,), k_start, device=device)
         self.q_start: Position = kv_len - q_len + k_start if q_start is None else q_start
         self.k_start = k_start
         self.device = torch.device("cpu" if device is None else device)
@@ -82,9 +84,8 @@ class Frame:
         """One more than the position of the last key; None where only the device knows."""
         if not isinstance(self.k_start, Tensor):
             return self.k_start + self.kv_len
-        if self.k_start.device.type != "cpu" or torch.compiler.is_compiling():
-            return None
-        return int(self.k_start.max()) + self.kv_len
+        last = known(self.k_start)
+        return None if last is None else int(last.max()) + self.kv_len
 
     @property
     def shift(self) -> int | None:
@@ -165,7 +166,7 @@ class Mask:
         device: torch.device | str | None = None,
     ) -> Tensor:
         """For looking: bool [q_len, kv_len], or [batch, heads, q_len, kv_len] for a mask that varies over them."""
-        B, H = batch or self.batch, heads or self.heads
+        B, H = self.batch if batch is None else batch, self.heads if heads is None else heads
         allowed = evaluate(self, Frame(B, H, q_len, kv_len, q_start=start, device=device or self.device))
         allowed = allowed.expand(*allowed.shape[:2], q_len, kv_len)
         if batch is not None or heads is not None:
@@ -174,11 +175,13 @@ class Mask:
 
     def pairs(self, q_len: int, kv_len: int, *, batch: int | None = None, heads: int | None = None) -> int:
         """How many (query, key) pairs are left, over all batch entries and heads."""
-        return count(self, Frame(batch or self.batch, heads or self.heads, q_len, kv_len, device=self.device))
+        B, H = self.batch if batch is None else batch, self.heads if heads is None else heads
+        return count(self, Frame(B, H, q_len, kv_len, device=self.device))
 
     def draw(self, q_len: int, kv_len: int, *, start: Position | None = None) -> str:
         """A picture in text, a line a query: ■ may attend, · may not. Batch entries and heads stand below each other."""
-        allowed = self.dense(q_len, kv_len, start=start).reshape(-1, q_len, kv_len)
+        allowed = self.dense(q_len, kv_len, start=start)
+        allowed = allowed.reshape(math.prod(allowed.shape[:-2]), q_len, kv_len)
         pictures = ("\n".join(" ".join("■" if x else "·" for x in row) for row in one) for one in allowed)
         return "\n\n".join(pictures)
 
@@ -224,6 +227,8 @@ class Mask:
         return pytree.tree_map_only(Tensor, change, self)
 
     def to(self, device: torch.device | str) -> Mask:
+        if not isinstance(device, torch.device | str | int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{type(self).__name__}.to: a mask moves between devices and keeps its dtype; it got {device!r}")
         return self.map(lambda t: t.to(device))
 
     @property
@@ -232,16 +237,34 @@ class Mask:
         return leaves[0].device if leaves else torch.device("cpu")
 
 
+def known(values: Tensor) -> Tensor | None:
+    """The values, where they can be read without waiting for a device and outside of a tracer; else None."""
+    if values.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(values):  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+        return None
+    return values
+
+
+def extent(mask: Mask, frame: Frame) -> tuple[int, int]:
+    """Over how many batch entries and heads the mask really varies: the axes of its predicate at one query and one key."""
+    there, first = frame.there(), mask.predicate(frame.b, frame.h, frame.q[:, :, :1], frame.k[..., :1], frame)
+    return max(first.shape[0], 1 if there is None else there.shape[0]), first.shape[1]
+
+
 def evaluate(mask: Mask, frame: Frame) -> Tensor:
     """What the frame allows: the mask's predicate, and no key that a ragged cache does not hold."""
     allowed, there = mask.evaluate(frame), frame.there()
     return allowed if there is None else allowed & there
 
 
-def count(mask: Mask, frame: Frame) -> int:
+def count(mask: Mask | None, frame: Frame) -> int:
     """How many pairs of the frame are allowed, counted a few rows at a time: never an L×L tensor."""
+    there, total = frame.there(), 0
+    if mask is None:
+        keys = frame.batch * frame.kv_len if there is None else int(there.sum())
+        return keys * frame.heads * frame.q_len
     mask.check(frame)
-    there, total, rows = frame.there(), 0, max(1, 2**22 // max(frame.batch * frame.kv_len, 1))
+    batch, heads = extent(mask, frame) if frame.q_len and frame.kv_len else (1, 1)
+    rows = max(1, 2**22 // max(batch * heads * frame.kv_len, 1))
     for first in range(0, frame.q_len, rows):
         q = frame.q.narrow(2, first, min(rows, frame.q_len - first))
         allowed = mask.predicate(frame.b, frame.h, q, frame.k, frame)
@@ -434,7 +457,9 @@ def _join(kind: type[_Several], left: Mask, right: object) -> Mask:
 
 def _same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+        if a is b or a.shape != b.shape or a.device != b.device or a.is_meta:
+            return a is b
+        return torch.equal(a, b)
     return type(a) is type(b) and a == b
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask
+from .algebra import Frame, Mask, known
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -15,19 +17,49 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def integers(kind: str, name: str, value: object, *dims: int) -> Tensor:
+    """Whole numbers as a tensor; a list is checked as the list it is and stays on the host, whatever the default device."""
     if not isinstance(value, Tensor):
         try:
-            value = torch.tensor(value)
-        except (TypeError, ValueError) as error:
+            nested = listed(value)
+            least = min([0, *_flat(nested)])
+        except TypeError as error:
             raise TypeError(f"{kind}: {name} must be a list or tensor of whole numbers; got {value!r}") from error
-        if value.dtype in INTEGERS and kind != "Documents" and value.numel() and int(value.min()) < 0:
-            raise ValueError(f"{kind}: {name} must be ≥ 0; the smallest is {int(value.min())}")
+        if kind != "Documents" and least < 0:
+            raise ValueError(f"{kind}: {name} must be ≥ 0; the smallest is {least}")
+        try:
+            value = torch.tensor(nested, dtype=torch.int64, device="cpu")
+        except ValueError as error:
+            raise ValueError(f"{kind}: {name} must have rows of one length; got {value!r}") from error
     if value.dtype not in INTEGERS:
         raise TypeError(f"{kind}: {name} must hold whole numbers; its dtype is {value.dtype}")
     if value.ndim not in dims:
         want = " or ".join(f"{d}-D" for d in dims)
         raise ValueError(f"{kind}: {name} must be {want}; its shape is {list(value.shape)}")
     return value
+
+
+def listed(value: Any) -> Any:
+    """A number, or nested lists of numbers, from whatever holds whole numbers: lists, ranges, tensors, arrays."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [listed(item) for item in cast(Iterable[Any], value)]
+    return whole(value)
+
+
+def whole(value: Any) -> int:
+    """One whole number; True is none."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number here")
+    return operator.index(value)
+
+
+def _flat(nested: Any) -> Iterator[int]:
+    if isinstance(nested, list):
+        for item in cast(list[Any], nested):
+            yield from _flat(item)
+    else:
+        yield nested
 
 
 def bools(kind: str, value: object, dims: tuple[int, ...], shape: str) -> Tensor:
@@ -47,12 +79,19 @@ def rows(ids: Tensor) -> Tensor:
     return ids[None] if ids.ndim == 1 else ids
 
 
-def documents(name: str, lengths: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    rows = [[n] if isinstance(n, int) else list(n) for n in lengths]
-    rows = [[n for row in rows for n in row]] if all(isinstance(n, int) for n in lengths) else rows
+def documents(name: str, lengths: object) -> Tensor:
+    """[rows, tokens]: the number of each token's document in its row, −1 behind the last."""
+    try:
+        nested = listed(lengths)
+        rows: list[list[int]] = [nested] if all(isinstance(n, int) for n in nested) else [list(row) for row in nested]
+    except TypeError as error:
+        raise TypeError(
+            f"Documents.from_lengths: {name} must be whole numbers, a list or a list of lists; got {lengths!r}"
+        ) from error
     if any(n < 0 for row in rows for n in row):
         raise ValueError(f"Documents.from_lengths: {name} must be ≥ 0; got {lengths!r}")
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row, dtype=torch.int64)) for row in rows]
+    here: dict[str, Any] = {"device": "cpu", "dtype": torch.int64}
+    ids = [torch.arange(len(row), **here).repeat_interleave(torch.tensor(row, **here)) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
 
 
@@ -80,7 +119,7 @@ def columns(table: Tensor, frame: Frame) -> Tensor:
 
 
 def check_batch(mask: Mask, batch: int, frame: Frame) -> None:
-    if batch not in (1, frame.batch):
+    if batch != 1 and batch != frame.batch:  # `in` does not see through a traced size
         raise ValueError(
             f"{type(mask).__name__}: the mask was made for batch {batch} but the call has batch {frame.batch}: {mask!r}"
         )
@@ -92,6 +131,19 @@ def check_device(mask: Mask, tensor: Tensor, frame: Frame) -> None:
         raise ValueError(
             f"{type(mask).__name__}: the mask is on {tensor.device} but the call is on {frame.device}; "
             f'write mask.to("{frame.device}")'
+        )
+
+
+def check_positions(mask: Mask, covered: int, frame: Frame) -> None:
+    """Queries must stand where the mask's table knows them; on a device nobody can look without waiting."""
+    start = frame.q_start if not isinstance(frame.q_start, Tensor) else known(frame.q_start)
+    if start is None or covered == 1 or not frame.q_len:
+        return
+    first, last = (start, start) if not isinstance(start, Tensor) else (int(start.min()), int(start.max()))
+    if first < 0 or last + frame.q_len > covered:
+        raise ValueError(
+            f"{type(mask).__name__}: the mask covers positions 0 … {covered - 1} but queries stand at {first} … "
+            f"{last + frame.q_len - 1}: {mask!r}"
         )
 
 

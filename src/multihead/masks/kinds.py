@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from .arguments import (
     check_batch,
     check_device,
     check_keys,
+    check_positions,
     columns,
     documents,
     integers,
     lookup,
     per_batch,
     rows,
+    whole,
 )  # fmt: skip
 
 Ints = Tensor | Sequence[int]
@@ -77,15 +79,18 @@ class Window(Mask):
     options = ("width", "ahead")
 
     def __init__(self, width: int, ahead: int = 0) -> None:
-        if width < 1 or ahead < 0:
+        try:
+            self.width, self.ahead = whole(width), whole(ahead)
+        except TypeError:
+            raise TypeError(f"Window: width and ahead must be whole numbers; they are {width!r} and {ahead!r}") from None
+        if self.width < 1 or self.ahead < 0:
             raise ValueError(f"Window: width must be ≥ 1 and ahead ≥ 0; they are {width} and {ahead}")
-        self.width, self.ahead = width, ahead
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return (k > q - self.width) & (k <= q + self.ahead)
 
     def full(self, frame: Frame) -> bool:
-        shift = frame.shift
+        shift = None if torch.compiler.is_compiling() else frame.shift
         return shift is not None and frame.kv_len - 1 <= shift + self.ahead and shift + frame.q_len - 1 < self.width
 
     @property
@@ -93,8 +98,8 @@ class Window(Mask):
         return True
 
     def within(self, frame: Frame) -> Mask:
-        """As long as the text is no longer than the window, it is causal."""
-        shift = frame.shift
+        """As long as the text is no longer than the window, it is causal; a traced graph must hold for longer ones too."""
+        shift = None if torch.compiler.is_compiling() else frame.shift
         return CAUSAL if not self.ahead and shift is not None and shift + frame.q_len <= self.width else self
 
     @property
@@ -226,18 +231,23 @@ class Documents(Mask):
         check_keys(self, self.ids.shape[1], frame)
         if self.queries is not None and self.queries.shape[1] != frame.q_len:
             raise ValueError(f"Documents: queries names {self.queries.shape[1]} tokens but q_len is {frame.q_len}")
-        if self.queries is None and frame.shift is not None and frame.shift < 0:
+        if self.queries is not None:
+            return
+        if frame.shift is not None and frame.shift < 0:
             raise ValueError(
                 f"Documents: with q_len {frame.q_len} and kv_len {frame.kv_len} some queries stand before the first key "
                 "and have no id; pass queries=, the ids of the queries"
             )
+        check_positions(self, self.ids.shape[1], frame)
 
     def positions(self) -> Tensor:
         """[batch, tokens]: each token's position within its document, as `position_ids=` wants it."""
-        first = torch.ones_like(self.ids, dtype=torch.bool)
-        first[:, 1:] = self.ids[:, 1:] != self.ids[:, :-1]
-        index = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
-        return index - torch.where(first, index, 0).cummax(1).values
+        order = self.ids.argsort(dim=1, stable=True)  # a document's tokens side by side, whether or not they lie so
+        ids, index = self.ids.gather(1, order), torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        rank = index - torch.where(first, index, 0).cummax(1).values
+        return torch.empty_like(self.ids).scatter_(1, order, rank.to(self.ids.dtype))
 
     @property
     def batch(self) -> int:
@@ -260,11 +270,9 @@ class Prefix(Mask):
     tensors = ("n",)
 
     def __init__(self, n: int | Ints) -> None:
-        if isinstance(n, int):
-            if n < 0:
-                raise ValueError(f"Prefix: n must be ≥ 0; it is {n}")
-            n = [n]
-        self.n = integers("Prefix", "n", n, 1)
+        if isinstance(n, Tensor):
+            n = n.view(1) if n.ndim == 0 else n
+        self.n = integers("Prefix", "n", n if isinstance(n, Iterable) else [n], 1)
 
     def predicate(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return k < per_batch(self.n, frame)
@@ -347,8 +355,14 @@ class Where(Mask):
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Where: the predicate must return a bool tensor made from b, h, q, k; it returned {got}")
+        shape = list(cast(torch.Size, torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)))
+        if allowed.ndim > 4 or any(n not in (1, m) for n, m in zip(allowed.shape[::-1], shape[::-1], strict=False)):
+            raise ValueError(
+                "Where: the predicate must combine b, h, q and k by operations on tensors, which broadcast to "
+                f"[batch, heads, q, k] = {shape}; it returned shape {list(allowed.shape)}"
+            )
         return allowed[(None,) * (4 - allowed.ndim)]
 
     def describe(self, lang: Lang = "en") -> str:
-        name = self.allows.__name__
+        name = getattr(self.allows, "__name__", type(self.allows).__name__)
         return f"your own predicate {name}(b, h, q, k) holds" if lang == "en" else f"满足自定义谓词 {name}(b, h, q, k)"

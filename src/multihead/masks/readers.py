@@ -27,42 +27,46 @@ def from_torch(
     """
     masks: list[Mask] = []
     if attn_mask is not None:
+        attn_mask = _tensor("from_torch", attn_mask, 2)
         if attn_mask.ndim == 3:
-            if num_heads is None or attn_mask.shape[0] % num_heads:
+            if not num_heads or attn_mask.shape[0] % num_heads:
                 raise ValueError(
                     f"from_torch: a 3-D attn_mask is [batch · num_heads, q, k]; its shape is {list(attn_mask.shape)} "
                     f"and num_heads is {num_heads}; pass the layer's num_heads="
                 )
             attn_mask = attn_mask.view(-1, num_heads, *attn_mask.shape[1:])
-        masks.append(Blocked(attn_mask) if attn_mask.dtype == torch.bool else from_additive(attn_mask))
+        masks.append(Blocked(attn_mask) if attn_mask.dtype == torch.bool else Allowed(_additive("from_torch", attn_mask)))
     if key_padding_mask is not None:
-        blocked = key_padding_mask if key_padding_mask.dtype == torch.bool else ~_additive(key_padding_mask)
+        key_padding_mask = _tensor("from_torch", key_padding_mask, 2)
+        blocked = key_padding_mask if key_padding_mask.dtype == torch.bool else ~_additive("from_torch", key_padding_mask)
         masks.append(Keys(~blocked))
     return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
 
 
 def from_sdpa(attn_mask: Tensor) -> Mask:
     """The attn_mask of F.scaled_dot_product_attention: bool, True = may attend; or float, added to the scores."""
+    attn_mask = _tensor("from_sdpa", attn_mask, 2)
     if attn_mask.ndim == 3:
         raise ValueError(
             f"from_sdpa: SDPA broadcasts axis 0 of a 3-D mask over the heads when q is 4-D; its shape is "
             f"{list(attn_mask.shape)}. Write m[:, None] if that axis is the batch, m[None] if it is the heads"
         )
-    return Allowed(attn_mask) if attn_mask.dtype == torch.bool else from_additive(attn_mask)
+    return Allowed(attn_mask if attn_mask.dtype == torch.bool else _additive("from_sdpa", attn_mask))
 
 
 def from_additive(mask: Tensor) -> Allowed:
     """A float mask that is added to the scores: 0 may attend; −inf, finfo.min or anything below −1e4 may not."""
-    return Allowed(_additive(mask))
+    return Allowed(_additive("from_additive", _tensor("from_additive", mask, 2)))
 
 
 def from_zeros(mask: Tensor) -> Allowed:
     """`scores.masked_fill(mask == 0, -1e9)`: 0 or False blocks, everything else may attend."""
-    return Allowed(mask != 0)
+    return Allowed(_tensor("from_zeros", mask, 2) != 0)
 
 
 def from_ones(mask: Tensor) -> Blocked:
     """`scores += mask * -1e9`: 1 or True blocks, 0 may attend."""
+    mask = _tensor("from_ones", mask, 2)
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(f"from_ones: every entry must be 0 or 1; there is {_other(mask, (mask == 0) | (mask == 1))}")
     return Blocked(mask.bool())
@@ -73,7 +77,7 @@ def from_triu(buffer: Tensor) -> Mask:
 
     Other buffers of 0 and −inf become a table over absolute positions.
     """
-    allowed = _additive(buffer)
+    allowed = _additive("from_triu", _tensor("from_triu", buffer, 2))
     rows, columns = allowed.shape[-2:]
     if rows == columns and bool((allowed == torch.ones_like(allowed).tril()).all()):
         return Causal()
@@ -82,6 +86,7 @@ def from_triu(buffer: Tensor) -> Mask:
 
 def from_huggingface(attention_mask: Tensor) -> Keys:
     """Hugging Face's attention_mask [batch, tokens]: 1 is a token, 0 is padding."""
+    attention_mask = _tensor("from_huggingface", attention_mask, 1)
     if attention_mask.ndim != 2:
         raise ValueError(
             f"from_huggingface: needs the tokenizer's 2-D mask [batch, tokens]; its shape is {list(attention_mask.shape)}. "
@@ -90,14 +95,24 @@ def from_huggingface(attention_mask: Tensor) -> Keys:
     return Keys(attention_mask != 0)
 
 
-def _additive(mask: Tensor) -> Tensor:
+def _tensor(reader: str, mask: object, least: int) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{reader}: needs a tensor; got a {type(mask).__name__}")
+    if mask.ndim < least:
+        raise ValueError(
+            f"{reader}: a mask has at least {least} axes, queries and keys the last; its shape is {list(mask.shape)}"
+        )
+    return mask
+
+
+def _additive(reader: str, mask: Tensor) -> Tensor:
     if not mask.dtype.is_floating_point:
-        raise TypeError(f"from_additive: an additive mask is a float tensor of 0 and −inf; its dtype is {mask.dtype}")
+        raise TypeError(f"{reader}: an additive mask is a float tensor of 0 and −inf; its dtype is {mask.dtype}")
     allowed = mask == 0
     known = allowed | (mask <= VERY_NEGATIVE)
     if not bool(known.all()):
         raise ValueError(
-            f"from_additive: a mask holds 0 and −inf only, but there is {_other(mask, known)}; "
+            f"{reader}: a mask holds 0 and −inf only, but there is {_other(mask, known)}; "
             "values that change scores are a bias: pass them as bias="
         )
     return allowed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .algebra import Frame, Lang, Mask, register, show
+from .algebra import Frame, Lang, Mask, known, register, show
 from .arguments import bools, check_batch, check_device, check_keys, columns, lookup
 
 
@@ -45,7 +46,7 @@ class Table(Mask):
         name, shape, (B, H, T, S) = type(self).__name__, list(self.tensor.shape), self.table.shape
         check_batch(self, B, frame)
         check_device(self, self.tensor, frame)
-        if H not in (1, frame.heads):
+        if H != 1 and frame.heads != H:
             raise ValueError(
                 f"{name}: the mask has {H} heads (4-D is [batch, heads, q, k]) but the call has {frame.heads}; "
                 f"its shape is {shape}"
@@ -53,7 +54,7 @@ class Table(Mask):
         if self.absolute:
             self._check_positions(name, shape, T, S, frame)
             return
-        if T not in (1, frame.q_len):
+        if T != 1 and frame.q_len != T:
             raise ValueError(
                 f"{name}: the mask has {T} rows but q_len is {frame.q_len}; its shape is {shape}. "
                 f"Give one row a query, or {name}(t, absolute=True) for a table over absolute positions"
@@ -61,12 +62,14 @@ class Table(Mask):
         check_keys(self, S, frame)
 
     def _check_positions(self, name: str, shape: list[int], rows: int, columns: int, frame: Frame) -> None:
-        end = frame.end
-        first = frame.q_start if not isinstance(frame.q_start, Tensor) else 0 if end is None else end - frame.q_len
-        if first < 0 or (1 < rows < first + frame.q_len) or (end is not None and 1 < columns < end):
+        end, first, last = frame.end, frame.q_start, frame.q_start
+        if isinstance(first, Tensor) or isinstance(last, Tensor):
+            start = known(torch.as_tensor(first))
+            first, last = (0, 0) if start is None else (int(start.min()), int(start.max()))
+        if first < 0 or (1 < rows < last + frame.q_len) or (end is not None and 1 < columns < end):
             raise ValueError(
                 f"{name}: the table of shape {shape} must cover every position of the call; its queries stand at "
-                f"{first} … {first + frame.q_len - 1}, its last key at {'?' if end is None else end - 1}"
+                f"{first} … {last + frame.q_len - 1}, its last key at {'?' if end is None else end - 1}"
             )
 
     @property

@@ -181,6 +181,101 @@ def test_autocast():
         torch.testing.assert_close(decode(layer, x, [3, 1, 1, 1], cache), layer(x), rtol=0.05, atol=0.05)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("position", ["rope", "alibi"])
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_a_call_that_raises_leaves_the_cache_as_it_was(position, mask):
+    layer, x = make(position, mask), torch.randn(1, TOKENS, D)
+    full, cache = layer(x), layer.new_cache(1, TOKENS)
+    for step in range(TOKENS):
+        token = x[:, step : step + 1]
+        for wrong in (
+            {"mask": torch.ones(1, 1) > 0},
+            {"kernel": "no"},
+            {"bias": torch.ones(3, 3)},
+            {"mask": mh.Keys(torch.ones(1, 99) > 0) & mh.Lengths([1, 2])},
+        ):
+            with pytest.raises((TypeError, ValueError)):
+                layer(token, cache=cache, **wrong)
+        torch.testing.assert_close(layer(token, cache=cache), full[:, step : step + 1], rtol=1e-4, atol=1e-4)
+    assert cache.lengths == [TOKENS]
+
+
+@torch.no_grad()
+def test_what_a_window_dropped_stays_dropped():
+    layer, x = make("none", "window_alone"), torch.randn(2, 20, D)
+    cache = layer.new_cache(2, 16)
+    for part in (x[:, :8], x[:, 8:10]):
+        layer(part, cache=cache)
+    cache.crop([9, 10])
+    with pytest.raises(ValueError, match=r"a window of 3 has dropped; the oldest kept are at \[6, 6\]"):
+        cache.crop([7, 10])
+    tokens, want = torch.stack([x[0, 9:10], x[1, 10:11]]), layer(x)
+    torch.testing.assert_close(layer(tokens, cache=cache)[0], want[0, 9:10], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_reorder_gives_room_back():
+    layer, x = make("rope", "causal"), torch.randn(2, 12, D)
+    full, cache = layer(x), layer.new_cache(2, 8)
+    layer(x[:, :7], cache=cache)
+    cache.crop([7, 2])
+    cache.reorder([1, 1])
+    assert cache.lengths == [2, 2]
+    for step in range(2, 8):
+        tokens = x[1:, step : step + 1].expand(2, -1, -1)
+        torch.testing.assert_close(layer(tokens, cache=cache)[1], full[1, step : step + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_through_a_cache_where_only_the_query_learns():
+    layer, x = make("none", "causal"), torch.randn(2, 6, D)
+    layer.key.requires_grad_(False)
+    layer.value.requires_grad_(False)
+    leaves = [layer.query.weight, layer.out.weight]
+    want = torch.autograd.grad(layer(x).square().sum(), leaves)
+    torch.testing.assert_close(
+        torch.autograd.grad(decode(layer, x, [3, 1, 2]).square().sum(), leaves), want, rtol=1e-4, atol=1e-3
+    )
+
+
+def test_caches_of_layers_with_adapters():
+    class Adapter(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    layer = make("rope", "causal").double()
+    layer.key = Adapter(layer.key)
+    assert "float64 on cpu" in repr(layer.new_cache(1, 4))
+
+
+def test_crop_in_inference_mode():
+    layer, x = make("rope", "causal"), torch.randn(2, 6, D)
+    cache = layer.new_cache(2, 8)
+    with torch.inference_mode():
+        layer(x, cache=cache)
+        cache.crop([5, 3])
+        cache.reorder([1, 0])
+    with torch.no_grad():
+        layer(x[:, :1], cache=cache)
+    assert cache.lengths == [4, 6]
+
+
+def test_a_cache_of_another_layer_is_refused():
+    wide, narrow = make("none", "causal"), make("none", "window_alone")
+    x = torch.randn(1, 2, D)
+    with pytest.raises(ValueError, match="the cache keeps the last 3 keys but a query of this layer sees every key before it"):
+        wide(x, cache=narrow.new_cache(1, 8))
+    with pytest.raises(ValueError, match="keeps the last 3 keys but a query of this layer sees 4 keys"):
+        make("none", "window")(x, cache=narrow.new_cache(1, 8))
+    narrow(x, cache=wide.new_cache(1, 8))
+    with pytest.raises(ValueError, match="for cross-attention pass the whole memory and no cache"):
+        wide(x, x + 1, cache=wide.new_cache(1, 8))
+
+
 def test_repr():
     cache = make("none", "window").new_cache(2, 100)
     assert repr(cache) == "KVCache(rolling, window 4: lengths 0, batch 2, kv_heads 2, columns 8, head_dim 8, float32 on cpu)"
@@ -211,6 +306,9 @@ def fill(tokens, *, mask="causal", batch=2, **options):
         ),
         (lambda: fill(3).crop([2, 4]), ValueError, r"lengths must be 0 … \[3, 3\]; they are \[2, 4\]"),
         (lambda: fill(3).crop([2, -1]), ValueError, r"they are \[2, -1\]"),
+        (lambda: fill(3).crop([1, 2, 3]), ValueError, r"one for each of the 2 texts; there are \[1, 2, 3\]"),
+        (lambda: fill(3).crop([1.5, 2.5]), TypeError, "lengths must be whole numbers; their dtype is torch.float32"),
+        (lambda: fill(3).reorder([True, False]), TypeError, "indices must be whole numbers; their dtype is torch.bool"),
         (lambda: fill(3).reorder([0, 2]), ValueError, r"indices must be texts 0 … 1; they are \[0, 2\]"),
         (lambda: mh.KVCache(0, 2, 8, 4), ValueError, "must be ≥ 1; they are 0, 2, 8, 4, None"),
     ],

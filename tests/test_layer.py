@@ -170,6 +170,46 @@ def test_the_layers_own_mask_follows_to_and_state_dict(mask):
     torch.testing.assert_close(other(x), mh.MultiHeadAttention.forward(layer, x))
 
 
+def test_layers_that_share_a_mask_share_no_storage():
+    mask = mh.Lengths([3, 2])
+    a, b = (mh.MultiHeadAttention(D, 4, mask=mask) for _ in range(2))
+    a.load_state_dict(mh.MultiHeadAttention(D, 4, mask=mh.Lengths([1, 1])).state_dict())
+    assert a.mask == mh.Lengths([1, 1])
+    assert b.mask == mask == mh.Lengths([3, 2])
+    assert "mask=Lengths([1, 1])" in repr(a)
+
+
+def test_a_mask_comes_back_from_the_meta_device():
+    layer = mh.MultiHeadAttention(D, 4, mask=mh.Causal() | mh.Prefix(2), device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.mask == mh.Causal() | mh.Prefix(2)
+    with torch.device("meta"):
+        assert mh.MultiHeadAttention(D, 4, mask=mh.Causal() | mh.Prefix(2)).mask.leaves()[0].is_meta
+
+
+def test_a_bias_of_three_axes_never_lands_on_the_heads():
+    x, bias = torch.randn(2, 3, 16), torch.randn(2, 3, 3)
+    for positions in (None, mh.ALiBi(), mh.RelativeBias(2)):
+        layer = mh.MultiHeadAttention(16, 2, positions=positions)
+        assert torch.equal(layer(x, bias=bias), layer(x, bias=bias[:, None]))
+
+
+def test_a_part_of_the_heads():
+    """What tensor parallelism leaves on a device: columns of q, k and v, rows of the output projection."""
+    torch.manual_seed(2)
+    for options in ({"mask": mh.Causal(), "kv_heads": 2}, {"softcap": 5.0}, {}):
+        layer, x = mh.MultiHeadAttention(24, 4, bias=False, **options), torch.randn(2, 5, 24)
+        whole, parts = layer(x), 0
+        for half in (0, 1):
+            part = copy.deepcopy(layer)
+            for name in ("query", "key", "value"):
+                linear = getattr(part, name)
+                linear.weight = nn.Parameter(linear.weight.chunk(2)[half])
+            part.out.weight = nn.Parameter(part.out.weight.chunk(2, 1)[half])
+            parts = parts + part(x)
+        torch.testing.assert_close(parts, whole)
+
+
 def test_no_buffer_grows_with_the_text():
     layer = mh.MultiHeadAttention(D, 4, positions=mh.RoPE(), mask=mh.Causal() & mh.Window(3))
     assert sum(b.numel() for b in layer.buffers()) <= D
@@ -217,8 +257,13 @@ def test_positional_arguments_are_torchs():
     [
         (lambda: mh.MultiHeadAttention(10, 3), ValueError, r"embed_dim \(10\) must be a multiple of num_heads \(3\), or give head_dim="),
         (lambda: mh.MultiHeadAttention(12, 4, kv_heads=3), ValueError, r"num_heads \(4\) must be a multiple of kv_heads \(3\)"),
-        (lambda: mh.MultiHeadAttention(12, 0), ValueError, "must be ≥ 1; they are 12, 0, 0, None"),
+        (lambda: mh.MultiHeadAttention(12, 0), ValueError, "every size must be ≥ 1; embed_dim is 12, num_heads is 0, kv_heads is 0"),
         (lambda: mh.MultiHeadAttention(12, 4, 1.5), ValueError, "must be 0 … 1; they are 1.5 and 0.0"),
+        (lambda: mh.MultiHeadAttention(12, 4, out_dim=0), ValueError, "every size must be ≥ 1; .*out_dim is 0"),
+        (lambda: mh.MultiHeadAttention(12, 4, softcap=-1.0), ValueError, "softcap must be > 0"),
+        (lambda: mh.MultiHeadAttention(12, 4, scale="half"), TypeError, "scale must be a finite number; it is 'half'"),
+        (lambda: mh.MultiHeadAttention(12, 4)([[1.0]]), TypeError, r"query must be a tensor \[batch, tokens, dim\]; it is a list"),
+        (lambda: mh.MultiHeadAttention(12, 4)(torch.ones(2, 5, 12), cache=True), TypeError, "cache must be a KVCache, .*it is a bool"),
         (lambda: mh.MultiHeadAttention(12, 4, mask="causal"), TypeError, "must be a multihead mask such as Causal.*it is a str"),
         (lambda: mh.MultiHeadAttention(12, 4, positions=nn.Identity()), TypeError, r"positions must be RoPE\(\).*it is a Identity"),
         (lambda: mh.MultiHeadAttention(12, 4, positions=mh.RoPE()), ValueError, "must be a multiple of 2 .* there are 3"),
@@ -226,7 +271,7 @@ def test_positional_arguments_are_torchs():
         (lambda: mh.MultiHeadAttention(12, 4)(torch.ones(2, 5, 12), torch.ones(3, 5, 12)), ValueError, r"must have the layer's dims and one batch.*key .* \[3, 5, 12\]"),
         (lambda: mh.MultiHeadAttention(12, 4)(torch.ones(2, 5, 12), torch.ones(2, 5, 12), torch.ones(2, 6, 12)), ValueError, "as many values as keys"),
         (lambda: mh.MultiHeadAttention(12, 4)(torch.ones(1, 2, 5, 12)), ValueError, r"query \[batch, tokens, 12\] has shape \[1, 2, 5, 12\]"),
-        (lambda: mh.MultiHeadAttention(12, 3, positions=mh.RoPE())(torch.ones(2, 5, 12), position_ids=torch.arange(4)), ValueError, r"position_ids must be \[tokens\].*here \[5\] or \[2, 5\]; its shape is \[4\]"),
+        (lambda: mh.MultiHeadAttention(12, 3, positions=mh.RoPE())(torch.ones(2, 5, 12), position_ids=torch.arange(4)), ValueError, r"position_ids must be a tensor \[tokens\].*here \[5\] or \[2, 5\]; its shape is \[4\]"),
     ],
 )  # fmt: skip
 def test_errors(call, error, match):

@@ -52,7 +52,18 @@ def test_import_costs_little_over_torch():
 
 def test_imports_point_one_way():
     """masks → positions, cache → kernels → plan → attend → layer → cli: each room knows only those before it."""
-    order = ["masks", "positions", "cache", "kernels", "plan", "attend", "layer", "testing", "demo", "cli"]
+    order = [
+        "masks",
+        "positions",
+        "cache",
+        "kernels",
+        "plan",
+        "attend",
+        "layer",
+        "testing",
+        "demo",
+        "cli",
+    ]
     for path in (ROOT / "src/multihead").rglob("*.py"):
         room = path.relative_to(ROOT / "src/multihead").parts[0].removesuffix(".py")
         if room == "__init__":
@@ -86,6 +97,20 @@ def test_imports_point_one_way():
         ({"dropout": 0.1, "seed": -1}, ValueError, "seed must be a whole number, 0 … 2⁶³ − 1; it is -1"),
         ({"dropout": 0.1, "seed": 0.5}, ValueError, "it is 0.5"),
         ({"softcap": 0.0}, ValueError, "softcap must be > 0"),
+        ({"softcap": float("inf")}, TypeError, "softcap must be a finite number; it is inf"),
+        ({"scale": float("nan")}, TypeError, "scale must be a finite number; it is nan"),
+        ({"scale": torch.ones(())}, TypeError, "scale must be a finite number; it is tensor"),
+        ({"start": 2.5}, TypeError, r"start must be a whole number or an integer tensor \[batch\] = \[2\]; it is 2.5"),
+        ({"start": [1, 2]}, TypeError, "start must be a whole number or an integer tensor"),
+        ({"key_start": None}, TypeError, "key_start must be a whole number"),
+        ({"sinks": [0.0] * 6}, TypeError, r"sinks must be a float tensor \[heads\] = \[6\]; it is a list"),
+        ({"sinks": torch.zeros(6).long()}, TypeError, "sinks must be a float tensor .* it is dtype torch.int64"),
+        ({"bias": mh.ALiBi()}, TypeError, "bias must be a float tensor that is added to the scores; it is a ALiBi"),
+        ({"dropout": None}, ValueError, "dropout is the probability to drop a weight, 0 … 1; it is None"),
+        ({"seed": "a"}, ValueError, "seed must be a whole number"),
+        ({"mask": mh.Documents([0, 0, 1, 1, 1, 2, 2]), "start": 20}, ValueError, "the mask covers positions 0 … 6 but queries stand at 20 … 24"),
+        ({"mask": mh.Allowed(torch.eye(7) > 0, absolute=True), "start": torch.tensor([20, 20])}, ValueError, "its queries stand at 20 … 24"),
+        ({"mask": mh.Causal() | mh.Keys(torch.zeros(5, 3) > 0)}, ValueError, "made for batch 5 but the call has batch 2"),
         ({"sinks": torch.zeros(3)}, ValueError, r"sinks must hold one logit a head, \[heads\] = \[6\] on cpu; its shape is \[3\]"),
         ({"start": torch.zeros(3).long()}, ValueError, r"start must be a number or an integer tensor \[batch\] = \[2\]"),
         ({"key_start": torch.zeros(2)}, ValueError, "key_start must be a number or an integer tensor .* it is torch.float32"),
@@ -120,6 +145,17 @@ def test_see_says_what_is_wrong(capsys):
     assert capsys.readouterr().err == "multihead see: the text is empty: give some words\n"
     assert cli.main(["see", "word " * 50, "--lang", "en"]) == 0
     assert "(the first 40 of 50 tokens)" in capsys.readouterr().out
+    assert cli.main(["see", "नमस्ते 👩‍🚀👍🏽 كِتَاب \x1b[31m"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:7]] == [
+        "नमस्ते",
+        "👩‍🚀",
+        "👍🏽",
+        "كِتَاب",
+        "[",
+        "31m",
+    ]
+    assert cli.main(["see", "東京タワー"]) == 0
+    assert "head 1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["nonsense"])
 

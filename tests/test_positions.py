@@ -205,7 +205,14 @@ def share(rope):
         (lambda: mh.RoPE(layout="paired"), ValueError, 'layout must be "half" or "interleaved"; it is \'paired\''),
         (lambda: mh.RoPE(dim=5), ValueError, "must be a multiple of 2 .*there are 5"),
         (lambda: mh.RoPE(dim=6, axes=2), ValueError, "must be a multiple of 4 .*there are 6"),
-        (lambda: mh.RoPE(theta=0.0), ValueError, "theta must be > 0 and axes ≥ 1; they are 0.0 and 1"),
+        (lambda: mh.RoPE(theta=0.0), ValueError, "theta must be a finite number > 1 and axes ≥ 1; they are 0.0 and 1"),
+        (lambda: mh.RoPE(scaling="yarn"), TypeError, "an object with its numbers; it is 'yarn'"),
+        (lambda: mh.RoPE(scaling=mh.positions.Linear), TypeError, "an object with its numbers"),
+        (lambda: mh.positions.YaRN(4.0, 0), ValueError, "YaRN: original must be a finite number > 0; it is 0"),
+        (lambda: mh.positions.Linear(0.0), ValueError, "Linear: factor must be a finite number > 0; it is 0.0"),
+        (lambda: mh.positions.Llama3(low=4.0), ValueError, "low must be below high; they are 4.0 and 4.0"),
+        (lambda: mh.RoPE(dim=2, scaling=mh.positions.NTK(2.0)), ValueError, "only one pair of features turns; use Linear"),
+        (lambda: mh.RoPE(dim=4, axes=2).angles(torch.arange(3), torch.ones(1)), ValueError, r"positions are \[.., tokens, 2\]; their shape is \[3\]"),
         (
             lambda: mh.MultiHeadAttention(8, 2, positions=mh.RoPE(dim=6)),
             ValueError,
@@ -225,10 +232,50 @@ def share(rope):
         ),
         (lambda: mh.ALiBi().bias(torch.arange(3), torch.arange(3)), RuntimeError, "or give slopes="),
     ],
-)
+)  # fmt: skip
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_positions_of_a_picture_must_be_given():
+    layer, x = mh.MultiHeadAttention(16, 2, positions=mh.RoPE(axes=2)), torch.randn(2, 2, 16)
+    with pytest.raises(ValueError, match=r"needs to be told where tokens stand: position_ids=\[.., tokens, 2\]$"):
+        layer(x)
+    with pytest.raises(ValueError, match=r"and key_position_ids=\[.., tokens, 2\]"):
+        layer(x, x + 1, position_ids=torch.zeros(2, 2))
+    for ids in (torch.zeros(2), torch.zeros(2, 3), torch.zeros(2, 2, 1)):
+        with pytest.raises(ValueError, match=r"here \[2, 2\] or \[2, 2, 2\]; its shape is"):
+            layer(x, position_ids=ids)
+    line = mh.MultiHeadAttention(16, 2, positions=mh.RoPE())
+    with pytest.raises(ValueError, match=r"here \[2\] or \[2, 2\]; its shape is \[2, 1\]"):
+        line(x, position_ids=torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=r"position_ids must be a tensor .* it is a list"):
+        line(x, position_ids=[0, 1])
+    with pytest.raises(ValueError, match="the layer has no positions= to use them"):
+        mh.MultiHeadAttention(16, 2)(x, position_ids=torch.arange(2))
+
+
+@pytest.mark.parametrize("positions", [mh.RoPE, mh.ALiBi])
+def test_position_ids_of_one_unbatched_tensor(positions):
+    layer, x, ids = mh.MultiHeadAttention(16, 2, positions=positions()), torch.randn(3, 16), torch.tensor([0, 5, 9])
+    torch.testing.assert_close(layer(x, x, x, position_ids=ids), layer(x[None], position_ids=ids)[0])
+
+
+def test_alibi_in_float64_is_exact():
+    layer = mh.MultiHeadAttention(24, 12, positions=mh.ALiBi(), dtype=torch.float64)
+    exact = torch.tensor(mh.positions.alibi_slopes(12), dtype=torch.float64)
+    assert torch.equal(layer.positions.slopes, exact)
+    assert torch.equal(layer.half().double().positions.slopes, exact)
+    assert layer.half().positions.slopes.dtype == torch.float32
+
+
+def test_reset_parameters_resets_every_part():
+    layer = mh.MultiHeadAttention(16, 4, qk_norm=True, sinks=True, positions=mh.RelativeBias(4))
+    for p in layer.parameters():
+        torch.nn.init.constant_(p, float("nan"))
+    layer.reset_parameters()
+    assert all(bool(p.isfinite().all()) for p in layer.parameters())
 
 
 def test_position_ids_of_a_bias_do_not_go_with_a_cache():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
-from multihead.testing import make
+from multihead.testing import Sizes, make
 
 D = 24
 LAYERS = {
@@ -119,6 +119,54 @@ def test_export_with_dynamic_sizes_and_a_mask():
     torch.export.save(program, file)
     file.seek(0)
     torch.testing.assert_close(torch.export.load(file).module()(x, mask=mask), layer(x, mask=mask))
+
+
+@pytest.mark.usefixtures("_clean")
+@pytest.mark.parametrize("mask", [mh.Window(8), mh.Causal() & mh.Window(8), mh.Causal()], ids=repr)
+def test_an_exported_window_holds_for_longer_texts(mask, tmp_path):
+    """The example text is shorter than the window, as it nearly always is."""
+    layer, x = mh.MultiHeadAttention(D, 4, mask=mask).eval(), torch.randn(2, 5, D)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({1: torch.export.Dim("tokens", min=2, max=1000)},))
+    longer = torch.randn(2, 20, D)
+    torch.testing.assert_close(program.module()(longer), layer(longer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = ({1: torch.export.Dim.DYNAMIC},)
+        torch.onnx.export(
+            layer, (x,), tmp_path / "w.onnx", opset_version=23, dynamo=True, dynamic_shapes=shapes, verbose=False
+        )  # fmt: skip
+    session = onnxruntime.InferenceSession(tmp_path / "w.onnx", providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {session.get_inputs()[0].name: longer.numpy()})
+    np.testing.assert_allclose(out, layer(longer).detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_clean")
+def test_export_of_cross_attention_does_not_take_lengths_for_equal(tmp_path):
+    layer = mh.MultiHeadAttention(D, 4, mask=mh.Causal()).eval()
+    shapes = ({1: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC})
+    program = torch.export.export(layer, (torch.randn(2, 5, D), torch.randn(2, 5, D)), dynamic_shapes=shapes)
+    x, memory = torch.randn(2, 3, D), torch.randn(2, 9, D)
+    torch.testing.assert_close(program.module()(x, memory), layer(x, memory))
+
+
+@pytest.mark.usefixtures("_clean")
+def test_export_of_a_long_text_sees_no_memory_limit():
+    layer = mh.MultiHeadAttention(D, 4, mask=mh.Causal(), softcap=3.0).eval()
+    torch.export.export(
+        layer, (torch.randn(2, 5, D),), dynamic_shapes=({1: torch.export.Dim("tokens", min=2, max=8192)},)
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("_clean")
+@pytest.mark.parametrize("mask", [None, mh.Causal(), "inside"], ids=repr)
+def test_compile_the_function_with_dynamic_heads(mask):
+    def call(q, k, v):
+        return mh.attention(q, k, v, mask=mh.Lengths([3, 4]) if mask == "inside" else mask)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for heads in (2, 4, 6):
+        q, k, v = make(Sizes(heads=heads, kv_heads=2))
+        torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 
 @pytest.mark.usefixtures("_clean")

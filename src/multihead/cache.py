@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -39,13 +41,14 @@ class KVCache:
             )
         self.window = window
         self.max_tokens = max_tokens
-        columns = max_tokens if window is None else min(max_tokens, 2 * window)
+        self._columns = columns = max_tokens if window is None else min(max_tokens, 2 * window)
         self._k = torch.zeros(batch, kv_heads, columns, head_dim, device=device, dtype=dtype)
         self._v = torch.zeros(batch, kv_heads, columns, v_dim or head_dim, device=device, dtype=dtype)
         self._sizes = (batch, kv_heads, head_dim, v_dim or head_dim)
         self._end: int = 0  # columns in use
         self._tokens: int = 0  # of the longest text
         self._lengths: Tensor | None = None  # on the host, where texts differ; else all have _tokens
+        self._oldest: Tensor | int = 0  # the first position of each text that is still there
 
     # ---- what it holds ----------------------------------------------------------------------------------------------
 
@@ -81,60 +84,75 @@ class KVCache:
 
         k, v  [batch, kv_heads, new tokens, head_dim | v_dim]
         """
+        keys, values, start, key_start, commit = self.prepare(k, v)
+        commit()
+        return keys, values, start, key_start
+
+    def prepare(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Start, Start, Callable[[], None]]:
+        """append() in two steps: nothing that the cache holds changes until the last of what is returned is called."""
         self._check(k, v)
         start, T, end = self.start, k.shape[2], self._end + k.shape[2]
-        if end > self._k.shape[2]:
-            k, v = self._roll(k, v)
+        if end > self._columns:
+            k, v, commit = self._roll(k, v)
         else:
-            self._write(k, v, self._end, end)
+            keys, values = self._with(k, v, self._end, end)
             first = 0 if self.window is None else max(0, self._end - self.window + 1)
-            k, v = self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
-            self._end = end
-        self._tokens += T
-        if self._lengths is not None:
-            self._lengths = self._lengths + T
-        return k, v, start, start + T - k.shape[2]
+            k, v = keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
+            commit = functools.partial(self._set, keys, values, end, T)
+        return k, v, start, start + T - k.shape[2], commit
 
-    def push(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    def push(self, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, int] | None:
         """append() of one token where nothing is in the way: all texts equally long, room left, no gradient; else None.
 
-        Returns the keys and values that the token may see.
+        sizes  batch, kv_heads, head_dim, v_dim of k and v, which the caller knows
+        Returns the keys and values that the token may see, and how many they are.
         """
-        end, (B, G, _, D), (Bv, Gv, _, E) = self._end, k.shape, v.shape
-        if self._sizes != (B, G, D, E) or Bv != B or Gv != G or end == self._k.shape[2] or self._lengths is not None:
+        end, keys, values, window = self._end, self._k, self._v, self.window
+        if self._sizes != sizes or self._lengths is not None or end == self._columns or keys.requires_grad:
             return None
-        if k.dtype != self._k.dtype or k.device != self._k.device or self._k.requires_grad or torch.is_grad_enabled():
+        if k.dtype != keys.dtype or k.device != keys.device:
             return None
-        self._k.narrow(2, end, 1).copy_(k)
-        self._v.narrow(2, end, 1).copy_(v)
-        first = 0 if self.window is None else max(0, end + 1 - self.window)
-        self._end = end + 1
+        keys.narrow(2, end, 1).copy_(k)
+        values.narrow(2, end, 1).copy_(v)
+        self._end = now = end + 1
         self._tokens += 1
-        return self._k.narrow(2, first, end + 1 - first), self._v.narrow(2, first, end + 1 - first)
+        first = 0 if window is None or now < window else now - window
+        there = now - first
+        return keys.narrow(2, first, there), values.narrow(2, first, there), there
 
-    def _roll(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _roll(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """The buffer is full: what a later query can still see moves to its front."""
-        if self.window is None or self._k.shape[2] < self.window:
+        if self.window is None or self._columns < self.window:
             raise ValueError(
-                f"KVCache: holds {self._k.shape[2]} tokens, {self._end} are there and {k.shape[2]} more came; "
+                f"KVCache: holds {self._columns} tokens, {self._end} are there and {k.shape[2]} more came; "
                 f"make it with max_tokens ≥ {self._end + k.shape[2]}"
             )
-        keep = self.window - 1
+        keep, T = self.window - 1, k.shape[2]
         first = max(0, self._end - keep)
         k = torch.cat([self._k[:, :, first : self._end], k], 2)
         v = torch.cat([self._v[:, :, first : self._end], v], 2)
-        fits = k.shape[2] <= self._k.shape[2]
-        self._end = k.shape[2] if fits else min(keep, self._k.shape[2])
-        self._write(k[:, :, k.shape[2] - self._end :], v[:, :, v.shape[2] - self._end :], 0, self._end)
-        return k, v
+        end = k.shape[2] if k.shape[2] <= self._columns else min(keep, self._columns)
 
-    def _write(self, k: Tensor, v: Tensor, at: int, end: int) -> None:
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad or self._k.requires_grad):
-            self._k = self._k.slice_scatter(k, 2, at, end)  # keeps the graph whole, at the price of a copy
-            self._v = self._v.slice_scatter(v, 2, at, end)
-        else:
-            self._k.narrow(2, at, end - at).copy_(k)
-            self._v.narrow(2, at, end - at).copy_(v)
+        def commit() -> None:
+            self._set(*self._with(k[:, :, k.shape[2] - end :], v[:, :, v.shape[2] - end :], 0, end), end, T)
+            first_kept = (self._tokens if self._lengths is None else self._lengths) - end
+            self._oldest = _larger(self._oldest, first_kept)
+
+        return k, v, commit
+
+    def _with(self, k: Tensor, v: Tensor, at: int, end: int) -> tuple[Tensor, Tensor]:
+        """The buffers with k and v in columns at … end; new ones where a gradient may still need the old."""
+        if torch.is_grad_enabled() or self._k.requires_grad:
+            return self._k.slice_scatter(k, 2, at, end), self._v.slice_scatter(v, 2, at, end)
+        self._k.narrow(2, at, end - at).copy_(k)
+        self._v.narrow(2, at, end - at).copy_(v)
+        return self._k, self._v
+
+    def _set(self, keys: Tensor, values: Tensor, end: int, tokens: int) -> None:
+        self._k, self._v, self._end = keys, values, end
+        self._tokens += tokens
+        if self._lengths is not None:
+            self._lengths = self._lengths + tokens
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         keys, values = k.shape, v.shape
@@ -153,41 +171,71 @@ class KVCache:
 
     def crop(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Forget all but the first lengths[b] tokens of text b: after a padded prefill, or to take drafted tokens back."""
-        old = torch.tensor(self.lengths)
-        new = torch.as_tensor(lengths).to("cpu", torch.int64).expand(self.batch).clone()
+        old, new = torch.tensor(self.lengths, device="cpu"), _whole("KVCache.crop: lengths", lengths)
+        if new.shape not in ((), (self.batch,)):
+            raise ValueError(
+                f"KVCache.crop: lengths must be one number, or one for each of the {self.batch} texts; there are {new.tolist()}"
+            )
+        new = new.expand(self.batch).clone()
         if bool((new < 0).any()) or bool((new > old).any()):
             raise ValueError(f"KVCache.crop: lengths must be 0 … {old.tolist()}; they are {new.tolist()}")
-        held = old - self._end  # the position in column 0
-        if self.window is not None and bool(((new - self.window + 1).clamp(min=0) < held.clamp(min=0)).any()):
+        oldest = torch.as_tensor(self._oldest).expand(self.batch)
+        if self.window is not None and bool(((new - self.window + 1).clamp(min=0) < oldest).any()):
             raise ValueError(
                 f"KVCache.crop: {new.tolist()} tokens need keys that a window of {self.window} has dropped; "
-                f"the oldest kept are at {held.clamp(min=0).tolist()}"
+                f"the oldest kept are at {oldest.tolist()}"
             )
         tokens = int(new.max())
         end = max(0, self._end - (self._tokens - tokens))
-        move = (new - end) - held  # column c of the new layout was column c + move[b]
+        self._align(new, (new - end) - (old - self._end), end)  # column c of the new layout was column c + move[b]
+        self._tokens = tokens
+
+    def _align(self, lengths: Tensor, move: Tensor, end: int) -> None:
+        """Shift every text's columns by its own number, so that all end in column end − 1."""
         if bool((move != 0).any()):
-            column = (torch.arange(end) + move[:, None]).clamp(0, max(self._end - 1, 0)).to(self._k.device)
+            column = (torch.arange(end, device="cpu") + move[:, None]).clamp(0, max(self._end - 1, 0)).to(self._k.device)
             self._k, self._v = self._moved(self._k, column), self._moved(self._v, column)
-        self._end, self._tokens = end, tokens
-        self._lengths = None if bool((new == tokens).all()) else new
+        self._end = end
+        self._lengths = None if bool((lengths == lengths.max()).all()) else lengths
 
     def _moved(self, x: Tensor, column: Tensor) -> Tensor:
         index = column[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return x.slice_scatter(x.gather(2, index), 2, 0, column.shape[1])
+        if torch.is_grad_enabled() or x.requires_grad:
+            return x.slice_scatter(x.gather(2, index), 2, 0, column.shape[1])
+        x.narrow(2, 0, column.shape[1]).copy_(x.gather(2, index))
+        return x
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
         """Text b becomes a copy of text indices[b], as beam search does; there may be more or fewer than before."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        chosen = _whole("KVCache.reorder: indices", indices)
         if chosen.ndim != 1 or not chosen.numel() or int(chosen.min()) < 0 or int(chosen.max()) >= self.batch:
             raise ValueError(f"KVCache.reorder: indices must be texts 0 … {self.batch - 1}; they are {chosen.tolist()}")
-        on_device = chosen.to(self._k.device)
-        self._k, self._v = self._k.index_select(0, on_device), self._v.index_select(0, on_device)
+        lengths = torch.tensor(self.lengths, device="cpu")[chosen]
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            on_device = chosen.to(self._k.device)
+            self._k, self._v = self._k.index_select(0, on_device), self._v.index_select(0, on_device)
         self._sizes = (len(chosen), *self._sizes[1:])
-        if self._lengths is not None:
-            self._lengths = self._lengths[chosen.cpu()]
+        self._oldest = self._oldest[chosen] if isinstance(self._oldest, Tensor) else self._oldest
+        spare = self._tokens - int(lengths.max())  # columns that only texts now gone were long enough to fill
+        end = max(0, self._end - spare)
+        self._align(lengths, torch.full((len(chosen),), self._end - end, device="cpu"), end)
+        self._tokens -= spare
 
     def reset(self) -> None:
         """Forget everything; the buffer stays."""
-        self._end, self._tokens, self._lengths = 0, 0, None
+        self._end, self._tokens, self._lengths, self._oldest = 0, 0, None, 0
         self._k, self._v = self._k.detach(), self._v.detach()
+
+
+def _larger(a: Tensor | int, b: Tensor | int) -> Tensor | int:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def _whole(name: str, values: object) -> Tensor:
+    """Whole numbers on the host."""
+    found = torch.as_tensor(values, device="cpu")
+    if found.dtype.is_floating_point or found.dtype in (torch.bool, torch.complex64):
+        raise TypeError(f"{name} must be whole numbers; their dtype is {found.dtype}")
+    return found.to(torch.int64)

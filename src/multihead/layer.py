@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .attend import attention, step, suits, whole
 from .cache import KVCache
-from .kernels.spec import autocasts
+from .kernels.spec import autocasts, check_bias, check_numbers
 from .masks import And, Causal, Mask, Window
 from .positions import Positions
 
@@ -61,7 +61,10 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        _check_sizes(embed_dim, num_heads, kv_heads, head_dim, dropout, out_dropout, mask, positions)
+        others = {"value_head_dim": value_head_dim, "key_dim": key_dim, "value_dim": value_dim, "out_dim": out_dim}
+        _check_sizes(
+            embed_dim, num_heads, kv_heads, head_dim, dropout, out_dropout, mask, positions, softcap, scale, others
+        )  # fmt: skip
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_head_dim = v_dim = head_dim if value_head_dim is None else value_head_dim
@@ -82,8 +85,12 @@ class MultiHeadAttention(nn.Module):
         if positions is not None:
             positions.fit(num_heads, head_dim)
             positions.to(self.query.weight.device)
+            if self.query.weight.dtype == torch.float64:
+                positions.double()
         self._mask, self.mask_tensors = _own(mask, self.query.weight.device)
-        self._past, self._window = mask is None or _hides_only_the_past(mask), None if mask is None else mask.reach
+        one_size = embed_dim == self.key_dim == self.value_dim and head_dim == v_dim
+        self._plain = one_size and (mask is None or _hides_only_the_past(mask))  # what _short() can do, other parts permitting
+        self._window = None if mask is None else mask.reach
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -98,6 +105,13 @@ class MultiHeadAttention(nn.Module):
                     nn.init.zeros_(linear.bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+        for part in (self.query_norm, self.key_norm, self.positions):
+            if part is not None and hasattr(part, "reset_parameters"):
+                part.reset_parameters()  # pyright: ignore[reportCallIssue]
+        if self.mask_tensors is not None and self._mask is not None:
+            for mine, given in zip(self.mask_tensors.buffers(), self._mask.leaves(), strict=True):
+                if not given.is_meta:
+                    mine.copy_(given)
 
     @property
     def mask(self) -> Mask | None:
@@ -145,35 +159,47 @@ class MultiHeadAttention(nn.Module):
         return_weights     also [batch, heads, q_len, kv_len], softmax's weights before dropout; the output does not change
         seed               makes dropout a hash of (seed, batch, head, q, k)
         """
-        if query.dim() == 2:
-            key, value = (None if x is None else x.unsqueeze(0) for x in (key, value))
-            found = self.forward(
-                query.unsqueeze(0), key, value, mask=mask, bias=bias, position_ids=position_ids,
+        try:
+            axes = query.dim()
+        except AttributeError:
+            said = f"query must be a tensor [batch, tokens, dim]; it is a {type(query).__name__}"
+            raise TypeError(f"MultiHeadAttention: {said}") from None
+        if axes == 2:
+            found: Any = cast(Any, self.forward)(
+                *_batched(query, key, value), mask=mask, bias=bias, position_ids=position_ids,
                 key_position_ids=key_position_ids, cache=cache, return_weights=return_weights, seed=seed, kernel=kernel,
             )  # fmt: skip
             return found.squeeze(0) if isinstance(found, Tensor) else (found[0].squeeze(0), found[1].squeeze(0))
         usual = mask is bias is key is value is position_ids is key_position_ids is seed is None
-        if usual and kernel == "auto" and not return_weights and query.dim() == 3:
+        if usual and kernel == "auto" and not return_weights and axes == 3:
             out = self._short(query, cache)
             if out is not None:
                 return out
         q, k, v, own = self._project(query, key, value)
-        start, key_start = None, 0
+        start, key_start, commit = None, 0, None
         positions = self.positions
+        if positions is None and not (position_ids is None and key_position_ids is None):
+            raise ValueError(
+                "MultiHeadAttention: position_ids say where tokens stand, but the layer has no positions= to use them"
+            )
+        if self._mask is not None:
+            mask = _both(self.mask, mask)
+        if cache is not None:
+            _check_cache(cache, own, mask)
         if positions is not None and positions.turns:
             q, k = self._turn(positions, q, k, own, position_ids, key_position_ids, cache)
         if cache is not None:
-            k, v, start, key_start = cache.append(k, v)
+            k, v, start, key_start, commit = cache.prepare(k, v)
         if positions is not None and positions.biases:
             added = self._bias(positions, q, k, own, position_ids, key_position_ids, start, key_start)
-            bias = added if bias is None else added + bias
-        if self._mask is not None:
-            mask = _both(self.mask, mask)
+            bias = added if bias is None else added + check_bias(bias, (*q.shape[:3], k.shape[2]), q.device)
         found = attention(
             q, k, v, mask=mask, bias=bias, scale=self.scale, dropout=self.dropout if self.training else 0.0,
             seed=seed, softcap=self.softcap, sinks=self.sinks, start=start, key_start=key_start,
             return_weights=return_weights, kernel=kernel,
         )  # fmt: skip
+        if commit is not None:
+            commit()
         if isinstance(found, Tensor):
             return self._merge(found, query)
         return self._merge(found[0], query), found[1]
@@ -187,11 +213,11 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> KVCache:
         """An empty cache for this layer; rolling, with memory that does not grow with the text, where its mask is a window."""
-        weight = self.key.weight
-        device = weight.device if device is None else torch.device(device)
+        like = next(t for t in (*self.key.parameters(), *self.parameters(), torch.empty(())) if t.is_floating_point())
+        device = like.device if device is None else torch.device(device)
         if dtype is None:
-            narrow = autocasts(device.type) and weight.dtype == torch.float32
-            dtype = torch.get_autocast_dtype(device.type) if narrow else weight.dtype
+            narrow = autocasts(device.type) and like.dtype == torch.float32
+            dtype = torch.get_autocast_dtype(device.type) if narrow else like.dtype
         return KVCache(
             batch, self.kv_heads, max_tokens, self.head_dim, self.value_head_dim,
             window=self._window, device=device, dtype=dtype,
@@ -208,20 +234,22 @@ class MultiHeadAttention(nn.Module):
         B, T, dim = x.shape
         if (
             torch.compiler.is_compiling()
-            or not dim == self.embed_dim == self.key_dim == self.value_dim
-            or not self._past
-            or not (self.softcap is self.sinks is self.gate is None and self.value_head_dim == D)
+            or not self._plain
+            or dim != self.embed_dim
+            or not (self.softcap is self.sinks is self.gate is None)
             or (self.training and (self.dropout or self.out_dropout))
             or not (self.scale is None or self.scale > 0)
-            or (positions is not None and positions.biases)
-            or (cache is None and (H != G or self._window is not None))
+            or (positions is not None and (positions.biases or positions.axes > 1))
+            or (cache is None and self._window is not None)
             or (cache is not None and (T != 1 or cache.window != self._window or torch.is_grad_enabled()))
             or not suits(x, D)
         ):
             return None
         q, k, v = self.query(x), self.key(x), self.value(x)
         if cache is None:
-            q, k, v = (y.view(B, T, H, D).transpose(1, 2) for y in (q, k, v))
+            q, k, v = _split(q, D), _split(k, D), _split(v, D)
+        elif q.shape[2] != H * D:  # a part of the heads, as tensor parallelism leaves them
+            return None
         else:  # one token needs no transposing, and its heads lie by groups already
             q, k, v = q.view(B, G, H // G, D), k.view(B, G, 1, D), v.view(B, G, 1, D)
         if self.query_norm is not None:
@@ -232,8 +260,8 @@ class MultiHeadAttention(nn.Module):
             q = q if cache is None else q.reshape(B, G, H // G, D)
         if cache is None:
             return self.out(whole(q, k, v, self._mask is not None, self.scale).transpose(1, 2).flatten(2))
-        found = cache.push(k, v)
-        return None if found is None else self.out(step(q, *found, self.scale).view(B, 1, H * D))
+        found = cache.push(k, v, (B, G, D, D))
+        return None if found is None else self.out(step(q, found[0], found[1], self.scale, found[2]).view(B, 1, H * D))
 
     # ---- the parts of forward ---------------------------------------------------------------------------------------
 
@@ -250,15 +278,11 @@ class MultiHeadAttention(nn.Module):
             fits = self._fits(query, key, value)
         if not fits:
             raise self._misfit(query, key, value)
-        H, G = self.num_heads, self.kv_heads
-        q, k, v = self._split(self.query(query), H), self._split(self.key(key), G), self._split(self.value(value), G)
+        D, E = self.head_dim, self.value_head_dim
+        q, k, v = _split(self.query(query), D), _split(self.key(key), D), _split(self.value(value), E)
         if self.query_norm is not None:
             q, k = self._normalise(q, k, v)
         return q, k, v, own
-
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        """[batch, tokens, heads · head_dim] → [batch, heads, tokens, head_dim], a view."""
-        return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
         """[batch, heads, tokens, value_head_dim] → [batch, tokens, out_dim]"""
@@ -272,12 +296,16 @@ class MultiHeadAttention(nn.Module):
         self, positions: Positions, q: Tensor, k: Tensor, own: bool,
         q_ids: Tensor | None, k_ids: Tensor | None, cache: KVCache | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if own or cache is not None:
-            start = 0 if cache is None else cache.start
-            q_at = _at(start, q) if q_ids is None else _ids("position_ids", q_ids, q)
-            return positions.turn(q, k, q_at, q_at if k_ids is None else _ids("key_position_ids", k_ids, k))
-        q_at = _at(k.shape[2] - q.shape[2], q) if q_ids is None else _ids("position_ids", q_ids, q)
-        return positions.turn(q, k, q_at, _at(0, k) if k_ids is None else _ids("key_position_ids", k_ids, k))
+        axes = positions.axes
+        if axes > 1 and (q_ids is None or (k_ids is None and not own)):
+            raise ValueError(
+                f"MultiHeadAttention: {positions!r} needs to be told where tokens stand: position_ids=[.., tokens, {axes}]"
+                + ("" if own else f", and key_position_ids=[.., tokens, {axes}]")
+            )
+        start = 0 if cache is None else cache.start
+        q_at = _at(start if own else k.shape[2] - q.shape[2], q) if q_ids is None else _ids("position_ids", q_ids, q, axes)
+        k_at = (q_at if own else _at(0, k)) if k_ids is None else _ids("key_position_ids", k_ids, k, axes)
+        return positions.turn(q, k, q_at, k_at)
 
     def _bias(
         self, positions: Positions, q: Tensor, k: Tensor, own: bool,
@@ -321,7 +349,7 @@ class MultiHeadAttention(nn.Module):
         said += [f"kv_heads={self.kv_heads}"] if self.kv_heads != self.num_heads else []
         for name in ("dropout", "out_dropout", "softcap", "scale"):
             said += [f"{name}={getattr(self, name):g}"] if getattr(self, name) else []
-        return ", ".join(said + ([] if self._mask is None else [f"mask={self._mask!r}"]))
+        return ", ".join(said + ([] if self._mask is None else [f"mask={self.mask!r}"]))
 
 
 def _both(own: Mask | None, given: Mask | None) -> Mask | None:
@@ -334,7 +362,7 @@ def _own(mask: Mask | None, device: torch.device) -> tuple[Mask | None, nn.Modul
         return mask, None
     holder = nn.Module()
     for i, leaf in enumerate(mask.leaves()):
-        holder.register_buffer(f"tensor{i}", leaf.to(device))
+        holder.register_buffer(f"tensor{i}", leaf.detach().clone().to(device))  # layers that share a mask share no storage
     return mask, holder
 
 
@@ -351,25 +379,59 @@ def _at(start: int | Tensor, x: Tensor) -> Tensor:
     return start.to(x.device).unsqueeze(1) + tokens if isinstance(start, Tensor) else tokens + start
 
 
-def _ids(name: str, ids: Tensor, x: Tensor) -> Tensor:
-    B, T = x.shape[0], x.shape[2]
-    if not any(ids.shape[:n] == shape for n, shape in ((1, (T,)), (2, (B, T)), (2, (1, T)))):
+def _ids(name: str, ids: Tensor, x: Tensor, axes: int = 1) -> Tensor:
+    B, T, more = x.shape[0], x.shape[2], () if axes == 1 else (axes,)
+    if not isinstance(ids, Tensor) or ids.shape not in ((T, *more), (B, T, *more), (1, T, *more)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        came = f"its shape is {list(ids.shape)}" if isinstance(ids, Tensor) else f"it is a {type(ids).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
+        last = "" if axes == 1 else f", {axes}"
         raise ValueError(
-            f"MultiHeadAttention: {name} must be [tokens] or [batch, tokens] (one axis more for RoPE(axes=2)), here [{T}] "
-            f"or [{B}, {T}]; its shape is {list(ids.shape)}"
+            f"MultiHeadAttention: {name} must be a tensor [tokens{last}] or [batch, tokens{last}], here {[T, *more]} or "
+            f"{[B, T, *more]}; {came}"
         )
     return ids.to(x.device)
 
 
+def _split(x: Tensor, size: int) -> Tensor:
+    """[batch, tokens, heads · size] → [batch, heads, tokens, size], a view; as many heads as there are."""
+    return x.view(*x.shape[:2], x.shape[2] // size, size).transpose(1, 2)
+
+
+def _batched(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The three with a batch axis; what was one tensor stays one, since that tells self-attention."""
+    one = query.unsqueeze(0)
+    keys = None if key is None else one if key is query else key.unsqueeze(0)
+    values = None if value is None else keys if value is key else one if value is query else value.unsqueeze(0)
+    return one, keys, values
+
+
+def _check_cache(cache: object, own: bool, mask: Mask | None) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            "MultiHeadAttention: cache must be a KVCache, from layer.new_cache(batch, max_tokens); "
+            f"it is a {type(cache).__name__}"
+        )
+    if not own:
+        raise ValueError(
+            "MultiHeadAttention: a cache keeps the queries' own keys; for cross-attention pass the whole memory and no cache"
+        )
+    reach = None if mask is None else mask.reach
+    if cache.window is not None and (reach is None or reach > cache.window):
+        sees = "every key before it" if reach is None else f"{reach} keys"
+        raise ValueError(
+            f"MultiHeadAttention: the cache keeps the last {cache.window} keys but a query of this layer sees {sees}; "
+            "make it with this layer's new_cache(batch, max_tokens)"
+        )
+
+
 def _check_sizes(
     embed_dim: int, heads: int, kv_heads: int, head_dim: int | None, dropout: float, out_dropout: float,
-    mask: object, positions: object,
+    mask: object, positions: object, softcap: float | None, scale: float | None, others: dict[str, int | None],
 ) -> None:  # fmt: skip
-    if min(embed_dim, heads, kv_heads, 1 if head_dim is None else head_dim) < 1:
-        raise ValueError(
-            "MultiHeadAttention: embed_dim, num_heads, kv_heads and head_dim must be ≥ 1; they are "
-            f"{embed_dim}, {heads}, {kv_heads}, {head_dim}"
-        )
+    sizes = {"embed_dim": embed_dim, "num_heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **others}
+    if any(size is not None and size < 1 for size in sizes.values()):
+        said = ", ".join(f"{name} is {size}" for name, size in sizes.items() if size is not None)
+        raise ValueError(f"MultiHeadAttention: every size must be ≥ 1; {said}")
+    check_numbers("MultiHeadAttention", scale, softcap)
     if head_dim is None and embed_dim % heads:
         raise ValueError(
             f"MultiHeadAttention: embed_dim ({embed_dim}) must be a multiple of num_heads ({heads}), or give head_dim="

@@ -19,6 +19,7 @@ class Positions(nn.Module):
 
     turns: bool = False
     biases: bool = False
+    axes: int = 1  # numbers that say where a token stands: 1 in a text, 2 in a picture
 
     def fit(self, heads: int, head_dim: int) -> None:
         """Called once by the layer that owns it, with the sizes that the part left open."""
@@ -38,10 +39,16 @@ class Positions(nn.Module):
         return found
 
     def derive(self) -> None:
-        """Compute the constants anew on the device where they are."""
+        """Compute the constants anew, on the device where they are and as exactly as the layer computes."""
 
 
 # ---- rotation -------------------------------------------------------------------------------------------------------
+
+
+def _positive(scaling: object, **numbers: float) -> None:
+    for name, value in numbers.items():
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{type(scaling).__name__}: {name} must be a finite number > 0; it is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,9 @@ class Linear:
     """Position interpolation: every position is divided by factor (arXiv 2306.15595)."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        _positive(self, factor=self.factor)
 
     def frequencies(self, theta: float, dim: int, f: Tensor) -> Tensor:
         del theta, dim
@@ -63,7 +73,12 @@ class NTK:
 
     factor: float
 
+    def __post_init__(self) -> None:
+        _positive(self, factor=self.factor)
+
     def frequencies(self, theta: float, dim: int, f: Tensor) -> Tensor:
+        if dim == 2:
+            raise ValueError("NTK: has nothing to stretch where only one pair of features turns; use Linear")
         return _frequencies(theta * self.factor ** (dim / (dim - 2)), dim, f.device)
 
     attention_factor = 1.0
@@ -82,6 +97,9 @@ class YaRN:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, factor=self.factor, original=self.original, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
 
     def frequencies(self, theta: float, dim: int, f: Tensor) -> Tensor:
         def turns_to_index(turns: float) -> float:
@@ -107,6 +125,11 @@ class Llama3:
     original: int = 8192
     low: float = 1.0
     high: float = 4.0
+
+    def __post_init__(self) -> None:
+        _positive(self, factor=self.factor, original=self.original, low=self.low, high=self.high)
+        if self.low >= self.high:
+            raise ValueError(f"Llama3: low must be below high; they are {self.low} and {self.high}")
 
     def frequencies(self, theta: float, dim: int, f: Tensor) -> Tensor:
         del theta, dim
@@ -146,8 +169,13 @@ class RoPE(Positions):
         super().__init__()
         if layout not in ("half", "interleaved"):
             raise ValueError(f'RoPE: layout must be "half" or "interleaved"; it is {layout!r}')
-        if axes < 1 or theta <= 0:
-            raise ValueError(f"RoPE: theta must be > 0 and axes ≥ 1; they are {theta} and {axes}")
+        if not (isinstance(theta, int | float) and 1 < theta < math.inf) or axes < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"RoPE: theta must be a finite number > 1 and axes ≥ 1; they are {theta!r} and {axes}")
+        if scaling is not None and not isinstance(scaling, Scaling):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "RoPE: scaling must be positions.Linear(…), NTK(…), YaRN(…) or Llama3(…), an object with its numbers; "
+                f"it is {scaling!r}"
+            )
         self.theta, self.dim, self.layout, self.axes, self.scaling = theta, dim, layout, axes, scaling
         self.whole = dim is None
         self.register_buffer("frequencies", None, persistent=False)
@@ -185,6 +213,10 @@ class RoPE(Positions):
         f = self.frequencies
         if f is None:
             raise RuntimeError("RoPE: fit(heads, head_dim) first, or give dim=")
+        if self.axes > 1 and (positions.ndim < 2 or positions.shape[-1] != self.axes):
+            raise ValueError(
+                f"RoPE: with axes={self.axes}, positions are [.., tokens, {self.axes}]; their shape is {list(positions.shape)}"
+            )
         positions = positions.to(f)
         angles = positions.unsqueeze(-1) * f if self.axes == 1 else (positions.unsqueeze(-1) * f).flatten(-2)
         angles = (angles if angles.ndim == 3 else angles[None]).unsqueeze(1)
@@ -250,7 +282,8 @@ class ALiBi(Positions):
     def derive(self, device: torch.device | None = None) -> None:
         device = device if self.slopes is None else self.slopes.device
         if self.values is not None and device is not None:
-            self.slopes = torch.tensor(self.values, dtype=torch.float32, device=device)
+            exact = self.slopes is not None and self.slopes.dtype == torch.float64
+            self.slopes = torch.tensor(self.values, dtype=torch.float64 if exact else torch.float32, device=device)
 
     def bias(self, q_at: Tensor, k_at: Tensor) -> Tensor:
         if self.slopes is None:
@@ -293,6 +326,9 @@ class RelativeBias(Positions):
             )
         self.buckets, self.max_distance, self.bidirectional = buckets, max_distance, bidirectional
         self.weight = nn.Parameter(torch.zeros(buckets, heads, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
     def fit(self, heads: int, head_dim: int) -> None:
         if self.weight.shape[1] != heads:

@@ -1,14 +1,15 @@
 # Two commands matter: `make see` and `make test`. Each sets up what it needs in .venv and nowhere else.
 PYTHON ?= python3
 BIN := .venv/bin
-# The CPU build; a plain "torch" would fetch gigabytes of CUDA. On a machine with a GPU: make TORCH=torch see
+# Any torch ≥ 2.11 will do. Where the package index has a CPU build, this version is it; others bring CUDA's libraries along.
 TORCH ?= torch==2.13.0
-TEXT ?=
+# As it was typed: no $ in it is make's.
+override export TEXT := $(value TEXT)
 
 .PHONY: see test format lint types pytest clean
 
 see: .venv/installed
-	@$(BIN)/multihead see $(if $(TEXT),"$(TEXT)")
+	@$(BIN)/multihead see $${TEXT:+-- "$$TEXT"}
 
 test: lint types pytest
 

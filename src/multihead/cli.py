@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import locale
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -25,14 +26,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     lang = cast(Lang, asked.lang or _language(asked.text or ""))
     try:
-        print(demo.see(demo.TEXTS[lang] if asked.text is None else asked.text, lang))
+        picture = demo.see(demo.TEXTS[lang] if asked.text is None else asked.text, lang)
     except ValueError as error:
         print(f"multihead see: {error}", file=sys.stderr)
         return 2
+    return _write(picture)
+
+
+def _write(text: str) -> int:
+    """To the terminal, whatever its encoding; a reader that goes away, as head does, is no error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _language(text: str) -> Lang:
-    if text.strip():
-        return "zh" if re.search(r"[\u4e00-\u9fff]", text) else "en"
+    if text.strip():  # kana tell that Chinese characters are Japanese
+        return "zh" if re.search(r"[\u4e00-\u9fff]", text) and not re.search(r"[\u3040-\u30ff]", text) else "en"
     return "zh" if (locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"

@@ -53,8 +53,22 @@ def see(text: str, lang: Lang = "en", most: int = 40) -> str:
 
 
 def tokenize(text: str) -> list[str]:
-    """Words, single Chinese characters, single marks."""
-    return re.findall(r"[\u2e80-\u9fff\uf900-\ufaff]|[^\W\u2e80-\u9fff\uf900-\ufaff]+|[^\w\s]", text.lower())
+    """Words, single Chinese characters, single signs; a mark or joiner stays with the character it belongs to."""
+    tokens: list[str] = []
+    glued = word = False
+    for c in text.lower():
+        joins = unicodedata.category(c) in ("Mn", "Mc", "Me") or c in "\u200d\ufe0f" or "\U0001f3fb" <= c <= "\U0001f3ff"
+        letter = (c.isalnum() or c == "_") and not re.match(r"[\u2e80-\u9fff\uf900-\ufaff]", c)
+        if c.isspace() or (not joins and not c.isprintable()):  # a control character could paint the terminal
+            glued = word = False
+        elif tokens and (joins or glued or (letter and word)):
+            tokens[-1] += c
+            word = word or letter
+        else:
+            tokens.append(c)
+            word = letter
+        glued = c == "\u200d"
+    return tokens
 
 
 def embed(tokens: list[str]) -> Tensor:
@@ -92,5 +106,11 @@ def picture(weights: Tensor, tokens: list[str]) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns in a terminal: Chinese characters take two."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    """Columns in a terminal: Chinese characters and emoji take two, marks none, what is joined no more than the first."""
+    joined = re.split("\u200d", text)[0]
+    marks = ("Mn", "Me", "Cf")
+    skin = re.compile("[\U0001f3fb-\U0001f3ff]")
+    return sum(
+        0 if unicodedata.category(c) in marks or skin.match(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in joined
+    )

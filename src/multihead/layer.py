@@ -175,7 +175,7 @@ class MultiHeadAttention(nn.Module):
             out = self._short(query, cache)
             if out is not None:
                 return out
-        q, k, v, own = self._project(query, key, value)
+        q, k, v, own = self.project(query, key, value)
         start, key_start, commit = None, 0, None
         positions = self.positions
         if positions is None and not (position_ids is None and key_position_ids is None):
@@ -201,8 +201,8 @@ class MultiHeadAttention(nn.Module):
         if commit is not None:
             commit()
         if isinstance(found, Tensor):
-            return self._merge(found, query)
-        return self._merge(found[0], query), found[1]
+            return self.merge(found, query)
+        return self.merge(found[0], query), found[1]
 
     def new_cache(
         self,
@@ -265,7 +265,7 @@ class MultiHeadAttention(nn.Module):
 
     # ---- the parts of forward ---------------------------------------------------------------------------------------
 
-    def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
+    def project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
         """q, k, v as [batch, heads, tokens, head_dim], and whether keys are the queries' own tokens."""
         own = key is None or key is query
         if key is None:
@@ -284,7 +284,7 @@ class MultiHeadAttention(nn.Module):
             q, k = self._normalise(q, k, v)
         return q, k, v, own
 
-    def _merge(self, out: Tensor, query: Tensor) -> Tensor:
+    def merge(self, out: Tensor, query: Tensor) -> Tensor:
         """[batch, heads, tokens, value_head_dim] → [batch, tokens, out_dim]"""
         out = out.transpose(1, 2).flatten(2)
         if self.gate is not None:
@@ -324,7 +324,8 @@ class MultiHeadAttention(nn.Module):
     def _normalise(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.query_norm is None or self.key_norm is None:
             return q, k
-        exact = self.query_norm.weight.dtype  # under autocast q is narrower than the gains
+        gains = getattr(self.query_norm, "weight", None)
+        exact = q.dtype if gains is None else gains.dtype  # under autocast q is narrower than the gains
         return self.query_norm(q.to(exact)).to(v.dtype), self.key_norm(k.to(exact)).to(v.dtype)
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -34,6 +34,8 @@ class MultiHeadAttention(nn.Module):
     mask            the layer's own mask; a mask given to the call holds as well
     """
 
+    origin: object = None  # of a layer made by from_module: what it was read from, and the proof
+
     def __init__(
         self,
         embed_dim: int,

@@ -1,0 +1,1 @@
+"""Other projects' attention layers, read, proven and put to use."""

@@ -1,0 +1,238 @@
+"""adopt() and restore(): every attention layer of a model replaced by ours, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..compat import MultiheadAttention, keep_from_torchs_fast_path
+from ..layer import MultiHeadAttention
+from .adapter import Adopted, RefusedError, adapter
+from .affine import AdoptionError
+from .build import write_back
+from .reading import differing, read
+
+Model = TypeVar("Model", bound=nn.Module)
+TOLERANCE = 1e-3  # of the largest value, between a model before and after in float32: layers add up; in halves 50 times as much
+PARTS = re.compile(r"(^|[^a-z])(q|query|queries|to_q)([^a-z]|$)|wq$|w_?q$|q_?(proj|linear|lin)")
+FUSED = re.compile(r"qkv|c_attn|in_proj|query_key_value|attn_proj|kqv")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place in a model: its path, the class there, whether it was replaced, and what was found or why not."""
+
+    path: str
+    kind: str
+    replaced: bool
+    said: str
+
+
+@dataclass
+class Adoption:
+    """What adopt() did to a model; print it. `difference` is that of an example's results, over the largest value."""
+
+    rows: list[Row] = field(default_factory=list[Row])
+    difference: float | None = None
+
+    @property
+    def replaced(self) -> list[str]:
+        """The paths of all that was replaced."""
+        return [row.path for row in self.rows if row.replaced]
+
+    def __str__(self) -> str:
+        wide = max([len(row.path) for row in self.rows] or [0])
+        kind = max([len(row.kind) for row in self.rows] or [0])
+        lines = [
+            f"{'✓' if r.replaced else '✗'} {r.path or '(the model)':<{wide}}  {r.kind:<{kind}}  {r.said}" for r in self.rows
+        ]
+        done, left = len(self.replaced), len(self.rows) - len(self.replaced)
+        lines.append(f"{done} replaced, {left} left" if self.rows else "nothing in the model looks like attention")
+        if self.difference is not None:
+            lines.append(f"the example's results differ by {self.difference:.1e} of the largest value")
+        return "\n".join(lines)
+
+
+def adopt(model: Model, example: Any = None) -> Model:
+    """Replace every attention layer in a model by ours, each proven equal first; returns the model, changed in place.
+
+        model = adopt(model, example={"input_ids": ids})
+        print(model.adoption)     # what was replaced, what was not, and why
+
+    example  inputs of the model – a tensor, a tuple of arguments or a dict of keywords; its results before and after are
+             compared, and the model is left as it was if they differ beyond rounding
+    Call signatures, dtype, device, tying, hooks and requires_grad stay; restore(model) takes it all back.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"adopt: needs an nn.Module; got a {type(model).__name__}")
+    before = None if example is None else _results(model, example)
+    adoption, made = Adoption(), dict[int, nn.Module]()
+    for path, module in list(candidates(model)):
+        if id(module) not in made:
+            try:
+                made[id(module)], said = _replacement(model, module)
+            except AdoptionError as error:
+                why = str(error).partition("cannot be adopted: ")[2] or str(error)
+                adoption.rows.append(Row(path, type(module).__name__, False, why))
+                continue
+        else:
+            said = "the same module as above"
+        model = _put(model, path, made[id(module)])
+        adoption.rows.append(Row(path, type(module).__name__, True, said))
+    model.__dict__["adoption"] = adoption
+    if before is not None:
+        try:
+            adoption.difference = differing(before, _with_what_fits(model, example, adoption))
+        except Exception:
+            restore(model)
+            raise
+        wide = TOLERANCE if next(model.parameters()).dtype.itemsize >= 4 else 50 * TOLERANCE
+        if adoption.difference > wide:
+            restore(model)
+            raise AdoptionError(
+                f"adopt: the example's results differ by {adoption.difference:.2g} of the largest value, where {wide:.2g} is "
+                f"rounding, so the model is as it was; what had been replaced: {', '.join(adoption.replaced)}"
+            )
+    return model
+
+
+def _with_what_fits(model: nn.Module, example: Any, adoption: Adoption) -> Any:
+    """The example's results; a module that is called in a way that was not proven goes back to its place."""
+    while True:
+        try:
+            return _results(model, example)
+        except RefusedError as refused:
+            for path, module in list(model.named_modules(remove_duplicate=False)):
+                if module is refused.module:
+                    _put(model, path, _back(refused.module))
+                    row = next(r for r in adoption.rows if r.path == path)
+                    adoption.rows[adoption.rows.index(row)] = Row(path, row.kind, False, f"in the example {refused.said}")
+
+
+def restore(model: Model) -> Model:
+    """Undo adopt(): the modules that stood there come back, with whatever the weights have become since."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, Adopted):
+            model = _put(model, path, _back(module))
+        elif isinstance(module, AdoptedTorch):
+            model = _put(model, path, module.original.train(module.training))
+    model.__dict__.pop("adoption", None)
+    return model
+
+
+def _back(module: Adopted) -> nn.Module:
+    """The module that stood there, with the weights of today, on the device and in the dtype of today."""
+    original: nn.Module = module.original
+    like = next(module.parameters(), None)
+    if like is not None:
+        original.to(like.device, like.dtype)
+    write_back(original, module.layer, module.copied)
+    return original.train(module.training)
+
+
+# ---- which modules --------------------------------------------------------------------------------------------------
+
+
+OURS = (Adopted, MultiHeadAttention, MultiheadAttention)
+
+
+def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The innermost modules that look like attention by their names, or by what they hold; in the model's order."""
+    found: dict[str, nn.Module] = {}
+    for path, module in reversed(list(model.named_modules(remove_duplicate=False))):
+        if any(not path or inner.startswith(f"{path}.") for inner in found):
+            continue
+        within_ours = any(isinstance(model.get_submodule(p), OURS) for p in _parents(path))
+        if not within_ours and (isinstance(module, OURS) or looks_like_attention(module)):
+            found[path] = module
+    return [(path, module) for path, module in reversed(found.items()) if not isinstance(module, OURS)]
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether it holds a projection of queries or a fused one within reach, or says so and holds projections."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    near = [n.removesuffix(".weight").lower() for n, p in module.named_parameters() if n.count(".") <= 2 and p.ndim in (2, 3)]
+    if any(PARTS.search(n) or FUSED.search(n) for n in near):
+        return True
+    return len(near) >= 2 and bool(re.search(r"attn|attention|mha", type(module).__name__.lower()))
+
+
+def _replacement(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
+    if type(module) is nn.MultiheadAttention:
+        return AdoptedTorch.around(module), "multihead.compat.MultiheadAttention, on the same parameters"
+    reading = read(module)
+    _check_tied(model, module, [c.source for c in reading.copied])
+    made = adapter(module, reading)
+    between = "" if reading.origin.between == "nothing unusual" else f"; {reading.origin.between}"
+    return made, f"{reading.origin.projections}{between}; proven to {reading.origin.error:.0e}"
+
+
+def _check_tied(model: nn.Module, module: nn.Module, sources: list[str]) -> None:
+    """A parameter that would be copied must not be used elsewhere, nor its submodule be listened to."""
+    for source in dict.fromkeys(sources):
+        p = module.get_parameter(source)
+        inside = {id(sub) for sub in module.modules()}
+        for name, sub in model.named_modules():
+            if id(sub) not in inside and any(other is p for other in sub.parameters(recurse=False)):
+                raise AdoptionError(f"its {source} holds several projections and is tied to {name}, so it cannot be split up")
+        owner = module.get_submodule(source.rpartition(".")[0])
+        if owner is not module and (owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks):  # pyright: ignore[reportPrivateUsage]
+            raise AdoptionError(f"its {source.rpartition('.')[0]} has hooks and would be split up; remove them first")
+
+
+def _put(model: Model, path: str, module: nn.Module) -> Any:
+    if not path:
+        return module
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module  # pyright: ignore[reportPrivateUsage]
+    return model
+
+
+def _results(model: nn.Module, example: Any) -> Any:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            if isinstance(example, Mapping):
+                return _plain(model(**example))
+            return _plain(model(*example) if isinstance(example, tuple | list) else model(example))
+    finally:
+        model.train(training)
+
+
+def _plain(result: Any) -> Any:
+    """Tensors only: Hugging Face's outputs hold caches, which are not compared."""
+    if isinstance(result, Mapping):
+        return [_plain(x) for x in result.values()]
+    if isinstance(result, tuple | list):
+        return [_plain(x) for x in result]
+    return result if isinstance(result, torch.Tensor) else None
+
+
+# ---- torch's own layer ----------------------------------------------------------------------------------------------
+
+
+class AdoptedTorch(MultiheadAttention):
+    """compat.MultiheadAttention over the parameters, buffers and hooks of an nn.MultiheadAttention, kept in `original`."""
+
+    original: nn.MultiheadAttention
+
+    @classmethod
+    def around(cls, original: nn.MultiheadAttention) -> AdoptedTorch:
+        made = cls.__new__(cls)
+        made.__dict__.update(original.__dict__)
+        made.__dict__["original"] = original
+        keep_from_torchs_fast_path(made)
+        return made

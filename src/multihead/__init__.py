@@ -1,7 +1,13 @@
 """Multi-head attention you can use, see and check."""
 
+from . import compat as compat
 from . import masks as masks
 from . import positions as positions
+from .adopting import AdoptionError as AdoptionError
+from .adopting import adopt as adopt
+from .adopting import from_module as from_module
+from .adopting import register_with_transformers as register_with_transformers
+from .adopting import restore as restore
 from .attend import attention as attention
 from .cache import KVCache as KVCache
 from .layer import MultiHeadAttention as MultiHeadAttention
@@ -46,6 +52,12 @@ __all__ = [
     "ALiBi",
     "RelativeBias",
     "KVCache",
+    "from_module",
+    "adopt",
+    "restore",
+    "register_with_transformers",
+    "AdoptionError",
+    "compat",
     "masks",
     "positions",
 ]

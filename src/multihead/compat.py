@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def keep_from_torchs_fast_path(module: nn.MultiheadAttention) -> None:
     """nn.TransformerEncoderLayer bypasses self_attn.forward where this attribute allows it."""
-    module._qkv_same_embed_dim = False
+    module._qkv_same_embed_dim = False  # pyright: ignore[reportPrivateUsage]
 
 
 def attend(
@@ -68,12 +69,12 @@ def attend(
     """The forward of nn.MultiheadAttention, for a module that has its parameters."""
     batched = _check(module, query, key, value)
     if not batched:
-        query, key, value = _thrice(lambda x: x.unsqueeze(0), query, key, value)
+        query, key, value = _thrice(_unsqueezed, query, key, value)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     elif not module.batch_first:
-        query, key, value = _thrice(lambda x: x.transpose(0, 1), query, key, value)
-    B, T, H = query.shape[0], query.shape[1], module.num_heads
-    q, k, v = (x.unflatten(2, (H, -1)).transpose(1, 2) for x in _project(module, query, key, value))
+        query, key, value = _thrice(_transposed, query, key, value)
+    B, T, H = query.shape[0], query.shape[1], cast(int, module.num_heads)
+    q, k, v = (x.view(*x.shape[:2], H, x.shape[2] // H).transpose(1, 2) for x in _project(module, query, key, value))
     k, v = _extended(module, k, v)
     sizes = (B, H, T, key.shape[1])
     mask, bias = _masks(attn_mask, key_padding_mask, is_causal, sizes, k.shape[2] - key.shape[1])
@@ -89,23 +90,28 @@ def attend(
     return out if module.batch_first else out.transpose(0, 1), weights
 
 
-def _thrice(change: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _unsqueezed(x: Tensor) -> Tensor:
+    return x.unsqueeze(0)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
+
+
+def _thrice(change: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Self-attention is known by its one tensor, which must stay one."""
     new = change(q)
     return new, new if k is q else change(k), new if v is q else change(v)
 
 
-def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    packed, bias, E = module.in_proj_weight, module.in_proj_bias, module.embed_dim
-    if packed is not None and query is key is value:  # pyright: ignore[reportUnnecessaryComparison]
-        return F.linear(query, packed, bias).split(E, 2)
-    weights = (
-        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        if packed is None  # pyright: ignore[reportUnnecessaryComparison]
-        else packed.split(E)
-    )
-    biases = (None, None, None) if bias is None else bias.split(E)  # pyright: ignore[reportUnnecessaryComparison]
-    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+    packed, E = cast("Tensor | None", module.in_proj_weight), cast(int, module.embed_dim)
+    bias = cast("Tensor | None", module.in_proj_bias)
+    if packed is not None and query is key is value:
+        return F.linear(query, packed, bias).chunk(3, 2)
+    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight) if packed is None else packed.chunk(3)
+    biases = (None, None, None) if bias is None else (bias[:E], bias[E : 2 * E], bias[2 * E :])
+    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
 
 def _extended(module: nn.MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +175,8 @@ def _blocks(name: str, mask: Tensor) -> bool:
 
 def _check(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the call is batched; raises where the three do not fit together or the module."""
-    named = {"query": (query, module.embed_dim), "key": (key, module.kdim), "value": (value, module.vdim)}
+    dims = cast("tuple[int, int, int]", (module.embed_dim, module.kdim, module.vdim))
+    named = {"query": (query, dims[0]), "key": (key, dims[1]), "value": (value, dims[2])}
     if any(x.is_nested for x, _ in named.values()):
         raise TypeError(
             "MultiheadAttention: nested tensors are not taken; pad them (x.to_padded_tensor(0)) and pass key_padding_mask"

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..attend import attention
 from ..layer import MultiHeadAttention
 from ..masks import Mask
-from .affine import AdoptionError
+from . import AdoptionError
 from .build import Copied, WithLearnedKeys
 from .conventions import kind_of
 from .drive import HARMLESS, Call, Driver
@@ -81,7 +81,7 @@ class Adopted(nn.Module):
         call: Call = self.call
         given = self._bound(args, kwargs)
         tensors = {role: self._take(given, role) for role in ("query", "key", "value", "memory")}
-        query, (key, value) = tensors["query"], self._sources(tensors)
+        query, (key, value) = cast(Tensor, tensors["query"]), self._sources(tensors)
         mask, bias = self._masks(given)
         wants = any(bool(given.pop(name)) for name in call.named("weights") if given.get(name) is not None)
         returns = self.returns[wants and True in self.returns]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class AdoptionError(ValueError):
-    """Why a module cannot become ours, in one sentence."""
-
+from . import AdoptionError
 
 Place = tuple[str, Tensor]
 
@@ -49,6 +48,17 @@ class Affine:
         return F.linear(x, self.weight, self.bias)
 
 
+def named(module: nn.Module, repeated: bool = False) -> list[tuple[str, nn.Module]]:
+    """All submodules by path; repeated: a module that stands in several places once for each."""
+    return cast("list[tuple[str, nn.Module]]", list(cast(Any, module).named_modules(remove_duplicate=not repeated)))
+
+
+def cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """x cut along its first axis."""
+    ends = list(itertools.accumulate(sizes))
+    return [x[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
 def exact_copy(module: nn.Module) -> nn.Module:
     """A float64 copy on the CPU, in eval mode and without hooks: asking it leaves no trace in the module."""
     if any(p.is_meta for p in module.parameters()):
@@ -69,7 +79,7 @@ def find(module: nn.Module) -> list[Affine]:
     """Every affine map in an exact copy: submodules first, in their order, then bare parameters, then wrappers of others."""
     found: dict[str, Affine] = {}
     wrappers: list[Affine] = []
-    for name, sub in module.named_modules():
+    for name, sub in named(module):
         affine = as_affine(name, sub) if name else None
         if affine is not None:
             inner = any(
@@ -119,7 +129,7 @@ def _index(p: Tensor) -> Tensor:
 
 def _bare(module: nn.Module, taken: set[str]) -> Iterator[Affine]:
     """Parameters that belong to no affine submodule, in both orientations."""
-    for prefix, sub in module.named_modules():
+    for prefix, sub in named(module):
         if isinstance(sub, nn.Embedding) or any(prefix == t or prefix.startswith(f"{t}.") for t in taken):
             continue
         own = {name: p.detach() for name, p in sub.named_parameters(prefix, recurse=False)}
@@ -139,8 +149,8 @@ def _long_bias(own: dict[str, Tensor]) -> dict[str, Place]:
     rows, found = sum(p.shape[0] for p in matrices.values()), dict[str, Place]()
     shared = next((n for n, p in own.items() if p.ndim == 1 and p.numel() == rows), None)
     if shared is not None and len(matrices) > 1:
-        parts = torch.arange(rows).split([p.shape[0] for p in matrices.values()])
-        found = {name: (shared, part) for name, part in zip(matrices, parts, strict=True)}
+        split = cut(torch.arange(rows), [p.shape[0] for p in matrices.values()])
+        found = {name: (shared, part) for name, part in zip(matrices, split, strict=True)}
     return found
 
 

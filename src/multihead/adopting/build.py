@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from ..attend import attention
 from ..cache import KVCache
 from ..layer import MultiHeadAttention
 from ..masks import Allowed, Mask
-from .affine import AdoptionError, Affine, Place
+from . import AdoptionError
+from .affine import Affine, Place
 from .core import Core
 from .dropouts import Dropouts
 from .layouts import Layout, Rows
@@ -38,13 +40,12 @@ def build(module: nn.Module, layout: Layout, core: Core, dropouts: Dropouts) -> 
         softcap=core.softcap, scale=core.scale, mask=core.mask, device="meta",
     )  # fmt: skip
     copied: list[Copied] = []
-    layer.query = _projection(module, "query", layout.q, copied)
-    layer.key = _projection(module, "key", layout.k, copied)
-    layer.value = _projection(module, "value", layout.v, copied)
-    layer.out = _output(module, layout, copied)
-    layer.gate = None if core.gate is None else _projection(module, "gate", Rows(core.gate), copied)
+    parts = {name: _projection(module, name, rows, copied) for name, rows in _rows(layout, core).items()}
+    parts["out"] = _output(module, layout, copied)
     if core.norms is not None:
-        layer.query_norm, layer.key_norm = (module.get_submodule(name) for name in core.norms)
+        parts["query_norm"], parts["key_norm"] = (module.get_submodule(name) for name in core.norms)
+    for name, part in parts.items():
+        setattr(layer, name, part)
     if core.sinks == "zero":
         layer.sinks = nn.Parameter(torch.zeros(layout.heads, device=like.device, dtype=like.dtype), requires_grad=False)
     elif core.sinks is not None:
@@ -60,6 +61,11 @@ def build(module: nn.Module, layout: Layout, core: Core, dropouts: Dropouts) -> 
             positions.float()
         layer.positions = positions
     return layer.train(module.training), copied
+
+
+def _rows(layout: Layout, core: Core) -> dict[str, Rows]:
+    rows = {"query": layout.q, "key": layout.k, "value": layout.v}
+    return rows if core.gate is None else {**rows, "gate": Rows(core.gate)}
 
 
 def write_back(module: nn.Module, layer: nn.Module, copied: list[Copied]) -> None:
@@ -130,7 +136,7 @@ class WithLearnedKeys(MultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, mask: Mask | None = None,
                 bias: Tensor | None = None, cache: KVCache | None = None, return_weights: bool = False,
-                seed: int | None = None, kernel: str = "auto", **more: object):  # fmt: skip
+                seed: int | None = None, kernel: str = "auto", **more: object) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # fmt: skip
         """As in MultiHeadAttention; weights are [batch, heads, q_len, kv_len + n], the learned keys' last."""
         if cache is not None or any(x is not None for x in more.values()):
             raise ValueError("WithLearnedKeys: takes neither a cache nor position_ids")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .affine import AdoptionError, Affine
+from . import AdoptionError
+from .affine import Affine
 from .hints import Hints
 from .turning import FORMS, Form, angles
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core import Core
+from .affine import named
 from .drive import Driver
 from .layouts import Layout
 from .search import CLOSE, off
+
+Site = tuple[str, dict[str, Any], str, float]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Dropouts:
     unknown: tuple[str, ...] = ()
 
 
-def find_dropouts(driver: Driver, layout: Layout, core: Core) -> Dropouts:
+def find_dropouts(driver: Driver, layout: Layout) -> Dropouts:
     """The dropouts of an exact copy, which is left as it was."""
     module, sites = driver.module, list(_sites(driver.module))
     found: dict[str, list[float]] = {"weights": [], "out": []}
@@ -34,20 +36,26 @@ def find_dropouts(driver: Driver, layout: Layout, core: Core) -> Dropouts:
     nothing = layout.merge(torch.zeros(2, layout.heads, 5, layout.v_dim, dtype=torch.float64))
     module.train()
     try:
-        for name, owner, key, p in sites:
-            with _alone(sites, owner, key):
-                out = _ask(driver, given)
-            if out is None:
-                unknown.append(name)
-            elif not bool(out.any()):
-                found["out"].append(p)
-            elif off(out, nothing) <= CLOSE or float((out - nothing).abs().max()) <= 1e-9:
-                found["weights"].append(p)
-            elif off(out, kept) > CLOSE and core.learned is None:
-                unknown.append(name)
+        with torch.random.fork_rng(devices=[]):
+            for name, owner, key, p in sites:
+                half, none = (_ask(driver, given, sites, owner, key, q) for q in (0.5, 1.0))
+                if half is None or none is None:
+                    unknown.append(name)
+                elif _near(half, kept):
+                    continue  # it is never used
+                elif bool((half.isclose(2 * kept) | (half == 0)).all()):
+                    found["out"].append(p)
+                elif _near(none, nothing):
+                    found["weights"].append(p)
+                else:
+                    unknown.append(name)
     finally:
         module.eval()
     return Dropouts(_both(found["weights"]), _both(found["out"]), tuple(unknown))
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    return off(x, y) <= CLOSE or float((x - y).abs().max()) <= 1e-9
 
 
 def _both(several: list[float]) -> float:
@@ -57,9 +65,9 @@ def _both(several: list[float]) -> float:
     return 1 - kept if len(several) > 1 else several[0] if several else 0.0
 
 
-def _sites(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, float]]:
+def _sites(module: nn.Module) -> Iterator[Site]:
     """Each dropout by name, where its probability is kept, and that."""
-    for prefix, sub in module.named_modules():
+    for prefix, sub in named(module):
         own = vars(sub)
         keys = ["p"] if isinstance(sub, nn.Dropout) else [k for k, x in own.items() if "drop" in k and isinstance(x, float)]
         for key in keys:
@@ -67,24 +75,17 @@ def _sites(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, float]
                 yield ".".join(filter(None, (prefix, key))), own, key, own[key]
 
 
-class _alone:  # noqa: N801 - reads as a verb in `with`
-    """Within it one dropout drops everything and the others nothing."""
-
-    def __init__(self, sites: list[tuple[str, dict[str, Any], str, float]], owner: dict[str, Any], key: str) -> None:
-        self.sites, self.this = sites, (id(owner), key)
-
-    def __enter__(self) -> None:
-        for _, owner, key, _ in self.sites:
-            owner[key] = 1.0 if (id(owner), key) == self.this else 0.0
-
-    def __exit__(self, *_: object) -> None:
-        for _, owner, key, p in self.sites:
-            owner[key] = p
-
-
-def _ask(driver: Driver, given: dict[str, Tensor]) -> Tensor | None:
+def _ask(
+    driver: Driver, given: dict[str, Tensor], sites: list[Site], owner: dict[str, Any], key: str, p: float
+) -> Tensor | None:
+    """The output where one dropout has this probability and the others never drop."""
     try:
+        for _, other, name, _ in sites:
+            other[name] = p if other is owner and name == key else 0.0
         out = driver(given)
+        return out if bool(out.isfinite().all()) else None
     except Exception:  # a module that does not run in train()
         return None
-    return out if bool(out.isfinite().all()) else None
+    finally:
+        for _, other, name, usual in sites:
+            other[name] = usual

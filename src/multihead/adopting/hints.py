@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -19,10 +19,10 @@ class Hints:
 
     def whole(self, pattern: str, without: str = r"$^") -> list[int]:
         """Whole numbers whose name matches, each once, in the order of the module's own, its parts', its configuration's."""
-        return list(dict.fromkeys(int(v) for n, v in self._named(pattern, without) if v == int(v) and v > 0))
+        return list(dict.fromkeys(int(v) for _, v in self._named(pattern, without) if v == int(v) and v > 0))
 
     def real(self, pattern: str, without: str = r"$^") -> list[float]:
-        return list(dict.fromkeys(v for n, v in self._named(pattern, without)))
+        return list(dict.fromkeys(v for _, v in self._named(pattern, without)))
 
     def _named(self, pattern: str, without: str) -> Iterator[tuple[str, float]]:
         for name, value in self.values:
@@ -52,14 +52,18 @@ def _values(module: nn.Module) -> Iterator[tuple[str, float]]:
         yield from _numbers(vars(sub))
     for sub in module.modules():
         for name in CONFIGS:
-            config = getattr(sub, name, None)
+            config: Any = getattr(sub, name, None)
             if config is None or isinstance(config, nn.Module | int | float | str):
                 continue
-            values = config if isinstance(config, dict) else {**_plain(type(config)), **getattr(config, "__dict__", {})}
-            yield from _numbers({str(n): v for n, v in values.items()})  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
+            if isinstance(config, dict):
+                yield from _numbers(cast("dict[str, Any]", config))
+            else:
+                yield from _numbers(
+                    {**_plain(cast("type[object]", type(config))), **cast("dict[str, Any]", getattr(config, "__dict__", {}))}
+                )
 
 
-def _plain(kind: type) -> dict[str, Any]:
+def _plain(kind: type[object]) -> dict[str, Any]:
     """The defaults a configuration class gives its fields."""
     return {n: v for base in reversed(kind.__mro__) for n, v in vars(base).items() if not n.startswith("_")}
 
@@ -67,6 +71,6 @@ def _plain(kind: type) -> dict[str, Any]:
 def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            yield name.lower(), value
-        elif isinstance(value, dict) and not name.startswith("_"):
-            yield from _numbers({str(n): v for n, v in value.items()})  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]
+            yield str(name).lower(), value
+        elif isinstance(value, dict) and not str(name).startswith("_"):
+            yield from _numbers(cast("dict[str, Any]", value))

@@ -81,19 +81,11 @@ class Registration:
         return out.transpose(1, 2).contiguous(), weights
 
 
-def register_with_transformers(name: str = "multihead") -> Registration:
-    """Make our attention known to transformers, so that its models run on it as they are.
-
-        registration = multihead.register_with_transformers()
-        model = registration.use(model)          # or from_pretrained(…, attn_implementation="multihead")
-        print(registration.calls)                # models that bypass the registry never call: use() warns of them
-
-    Masks come as transformers' own boolean ones (True may attend), since static caches take no other. Registering again
-    gives the same counter.
-    """
+def register(name: str) -> Registration:
+    """register_with_transformers()."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
+        from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportUnknownVariableType]
     except ImportError as error:
         raise ImportError(
             "register_with_transformers: transformers ≥ 5 must be installed: pip install 'transformers>=5'"

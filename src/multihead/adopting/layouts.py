@@ -9,11 +9,12 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .affine import Affine
+from .affine import Affine, cut
 from .hints import Hints
 
 LIKE = {
@@ -68,7 +69,7 @@ class Layout:
     columns: Tensor | None = None
 
     def split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, heads, tokens, features] of each."""
@@ -103,11 +104,8 @@ def layouts(affines: Sequence[Affine], hints: Hints, dims: dict[str, int], width
     seen: set[tuple[object, ...]] = set()
     for q, k, v, out in _roles(affines, dims, width):
         for layout in _heads(q, k, v, out, hints, width):
-            key = (id(layout.q.affine), id(layout.k.affine), id(layout.v.affine), id(out), layout.heads, layout.kv_heads)
-            key += (
-                layout.strided,
-                *(None if r.index is None else tuple(r.index.tolist()) for r in (layout.q, layout.k, layout.v)),
-            )
+            rows = tuple((id(r.affine), repr(cast(Any, _of(r)).tolist())) for r in (layout.q, layout.k, layout.v))
+            key = (rows, id(out), layout.heads, layout.kv_heads, layout.strided)
             if key not in seen:
                 seen.add(key)
                 yield layout
@@ -146,8 +144,8 @@ def _heads(q: Affine, k: Affine, v: Affine, out: Affine | None, hints: Hints, wi
                 yield from _orders(Layout(*parts, out, heads, len(_of(parts[1])) // dim, dim, inner // heads))
 
 
-def _of(rows: Rows) -> range | Tensor:
-    return range(rows.affine.out_features) if rows.index is None else rows.index
+def _of(rows: Rows) -> Tensor:
+    return torch.arange(rows.affine.out_features) if rows.index is None else rows.index
 
 
 def _parts(q: Affine, k: Affine, v: Affine, heads: int, dim: int, v_dim: int) -> Iterator[tuple[Rows, Rows, Rows]]:
@@ -177,8 +175,8 @@ def _fused(a: Affine, heads: int, dim: int) -> Iterator[tuple[Rows, Rows, Rows]]
     all_rows, share = torch.arange(total), heads // groups
     for order in ((0, 1, 2), *(p for p in itertools.permutations(range(3)) if p != (0, 1, 2))):
         sizes = [(heads, groups, groups)[i] * dim for i in order]
-        parts = dict(zip(order, all_rows.split(sizes), strict=True))
-        yield Rows(a, parts[0]), Rows(a, parts[1]), Rows(a, parts[2])
+        which = dict(zip(order, cut(all_rows, sizes), strict=True))
+        yield Rows(a, which[0]), Rows(a, which[1]), Rows(a, which[2])
     by_group = all_rows.view(groups, share + 2, dim)
     yield (
         Rows(a, by_group[:, :share].reshape(-1)),
@@ -194,9 +192,9 @@ def _fused(a: Affine, heads: int, dim: int) -> Iterator[tuple[Rows, Rows, Rows]]
 def _halves(a: Affine, groups: int, dim: int, v_dim: int) -> Iterator[tuple[Rows, Rows]]:
     """k and v in one weight."""
     rows = torch.arange(a.out_features)
-    k, v = rows.split([groups * dim, groups * v_dim])
+    k, v = cut(rows, [groups * dim, groups * v_dim])
     yield Rows(a, k), Rows(a, v)
-    v, k = rows.split([groups * v_dim, groups * dim])
+    v, k = cut(rows, [groups * v_dim, groups * dim])
     yield Rows(a, k), Rows(a, v)
     by_group = rows.view(groups, dim + v_dim)
     yield Rows(a, by_group[:, :dim].reshape(-1)), Rows(a, by_group[:, dim:].reshape(-1))
@@ -208,7 +206,7 @@ def _orders(layout: Layout) -> Iterator[Layout]:
     heads, groups = layout.heads, layout.kv_heads
     if 1 < groups < heads:
         order = torch.arange(heads).view(heads // groups, groups).T.reshape(-1)  # our head i is the module's head order[i]
-        q_rows = torch.as_tensor(_of(layout.q)).view(heads, -1)[order].reshape(-1)
+        q_rows = _of(layout.q).view(heads, -1)[order].reshape(-1)
         columns = torch.arange(heads * layout.v_dim).view(heads, -1)[order.argsort()].reshape(-1)
         yield Layout(
             Rows(layout.q.affine, q_rows), layout.k, layout.v, layout.out, heads, groups, layout.head_dim, layout.v_dim,

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..layer import MultiHeadAttention
 from ..positions import RoPE
-from .affine import AdoptionError, exact_copy, find
+from . import AdoptionError
+from .affine import exact_copy, find
 from .build import Copied, build
 from .conventions import Reader
 from .core import Core
@@ -87,21 +89,8 @@ class Reading:
         return self.masks.readers
 
 
-def from_module(module: nn.Module) -> MultiHeadAttention:
-    """A layer of ours that computes what another project's attention module computes, with its weights.
-
-        layer = from_module(their_attention)
-        print(layer.origin)   # what was found, which mask convention it has, and the proof
-
-    The projections are found by numbers, not by class names, and the result is compared with the module on random inputs of
-    several shapes, with and without masks; AdoptionError says what was tried where nothing agrees. Submodules and parameters
-    that can be taken over whole are shared with the module (so that tied weights stay tied); parts of fused ones are copied.
-    """
-    return read(module).layer
-
-
 def read(module: nn.Module) -> Reading:
-    """from_module() with everything that was learned on the way."""
+    """from_module(), with everything that was learned on the way."""
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_module: needs an nn.Module; got a {type(module).__name__}")
     if isinstance(module, MultiHeadAttention):
@@ -119,7 +108,7 @@ def _read(module: nn.Module) -> Reading:
     affines, hints = find(exact_module), Hints(module)
     found = Search(exact_module, affines, hints).run(drivers(exact_module, affines, hints))
     driver, layout, core = found.driver, found.layout, found.core
-    dropouts = find_dropouts(driver, layout, core)
+    dropouts = find_dropouts(driver, layout)
     exact, bare = (build(exact_module, layout, c, Dropouts())[0].eval() for c in (core, replace(core, mask=None)))
     masks = Probe(driver, exact, bare, found.size).run()
     error, compared = prove(driver, exact, found)
@@ -198,8 +187,7 @@ def _notes(hints: Hints, core: Core, driver: Driver, dropouts: Dropouts, masks: 
 def differing(a: Any, b: Any) -> float:
     """The largest difference of two results, tensors within them compared in pairs, over the largest value."""
     worst = 0.0
-    leaves = [torch.utils._pytree.tree_leaves(x) for x in (a, b)]  # pyright: ignore[reportPrivateUsage]
-    for x, y in zip(*leaves, strict=True):
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
             worst = max(worst, off(x.detach().double(), y.detach().double()))
     return worst

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from ..positions import Linear, Llama3, RoPE, Scaling, YaRN
 from .hints import CONFIGS
 
-READERS = {
+READERS: dict[str, Callable[[dict[str, Any]], Scaling]] = {
     "linear": lambda c: Linear(c["factor"]),
     "llama3": lambda c: Llama3(
         c["factor"], c["original_max_position_embeddings"], c["low_freq_factor"], c["high_freq_factor"]
@@ -33,7 +33,8 @@ def configured(found: RoPE, module: nn.Module) -> tuple[RoPE, list[str]]:
     scaling: Scaling | None = READERS[kind](numbers) if kind in READERS else None
     if scaling is None and kind != "default":
         notes.append(f'{said}, without the scaling "{kind}", which is not known here')
-    return RoPE(theta, dim=found.dim, layout=found.layout, scaling=scaling), notes
+    layout = "half" if found.layout == "half" else "interleaved"
+    return RoPE(theta, dim=found.dim, layout=layout, scaling=scaling), notes
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
@@ -44,8 +45,9 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
             given = getattr(config, inner, None)
             if isinstance(given, Mapping) and given:
                 kind = cast("str | None", getattr(module, "layer_type", None))
-                nested = given.get(kind) if kind is not None else None
-                return {"rope_theta": getattr(config, "rope_theta", None), **cast(dict[str, Any], nested or given)}
+                numbers = cast("dict[str, Any]", given)
+                numbers = numbers.get(kind) or numbers if kind is not None else numbers
+                return {"rope_theta": getattr(config, "rope_theta", None), **numbers}
         theta = getattr(config, "rope_theta", None)
         if theta is not None:
             return {"rope_theta": theta}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..masks import Causal, Mask, Window
 from ..positions import ALiBi, RelativeBias, RoPE
-from .affine import AdoptionError, Affine
+from . import AdoptionError
+from .affine import Affine, named
 from .core import Core, compute
 from .drive import Driver
 from .hints import Hints
@@ -50,7 +51,7 @@ class Search:
     def run(self, drivers: Sequence[Driver]) -> Found:
         for driver in drivers:
             for opens in (False, True):  # sinks, learned keys and gates hide what a single token would show: they come last
-                found = None if opens and _adds_its_input(driver) else self._with(driver, opens)
+                found = None if opens and self._more_than_attention(driver) else self._with(driver, opens)
                 if found is not None:
                     return found
         raise AdoptionError(self._failure(drivers))
@@ -109,9 +110,7 @@ class Search:
 
     def _failure(self, drivers: Sequence[Driver]) -> str:
         convolutions = [
-            f"{n} ({type(m).__name__})"
-            for n, m in self.module.named_modules()
-            if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+            f"{n} ({type(m).__name__})" for n, m in named(self.module) if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         ]
         if convolutions:
             return f"it convolves ({', '.join(convolutions)}); a projection must be one matrix for every token"
@@ -122,9 +121,9 @@ class Search:
         said = f"none of {self.tried} hypotheses gives its output"
         if self.tried:
             said += f"; the nearest ({what}) differs by {far:.2g} of the largest value"
-        residual = _adds_its_input(drivers[0]) if drivers else None
-        if residual:
-            said += f"; {residual}"
+        more = self._more_than_attention(drivers[0]) if drivers else None
+        if more:
+            said += f"; {more}"
         known = {a.name for a in self.affines} | {a.bias_at[0] for a in self.affines if a.bias_at}
         rest = [
             f"{n} {list(p.shape)}"
@@ -132,6 +131,24 @@ class Search:
             if not any(n == k or n.startswith(f"{k}.") for k in known if k)
         ]
         return said + (f"; parameters that are no projection: {', '.join(rest)}" if rest else "")
+
+    def _more_than_attention(self, driver: Driver) -> str | None:
+        """A sentence where a residual or a normalisation is inside the module as well."""
+        call, take = driver.call, "; take the attention inside it, without "
+        one = driver.inputs(1, 1, seed=7)
+        query, out = one["query"], driver(one)
+        if query.shape == out.shape:
+            dims = dict.fromkeys(("query", "key", "value"), call.dims[0]) | dict(zip(call.fed, call.dims, strict=True))
+            value = one.get("value", one.get("memory", one.get("key", query)))
+            guesses = itertools.islice(layouts(self.affines, self.hints, dims, out.shape[2]), 100)
+            if any(_close(layout.one_token(value) + query, out) for layout in guesses):
+                return "it adds its input to its output" + take + "the residual"
+        large = {role: 1e6 * x for role, x in one.items()}
+        if query.shape == out.shape and off(driver(large), large["query"]) < 1e-3 < off(out, query):
+            return "it adds its input to its output, and a normalisation is inside it" + take + "both"
+        if float(driver(large).abs().max()) < 1e3 * max(1.0, float(out.abs().max())):
+            return "its output does not grow with its input, so a normalisation is inside it" + take + "that"
+        return None
 
     # ---- what may happen between the projections, the likely first -----------------------------------------------------
 
@@ -174,7 +191,7 @@ class Search:
         taken = {a.name for a in self.affines}
         found: list[str] = []
         x = torch.linspace(-2, 2, layout.head_dim, dtype=torch.float64).expand(1, layout.heads, 2, -1)
-        for name, sub in self.module.named_modules():
+        for name, sub in named(self.module):
             if not name or name in taken or any(name.startswith(f"{t}.") for t in taken) or any(sub.children()):
                 continue
             try:
@@ -201,7 +218,7 @@ class Search:
         for pairs, first in first_angles(self.module):
             if pairs >= 2 and 2 * pairs <= head_dim and 0 < first < 1:
                 yield first**-pairs, 2 * pairs
-        names = " ".join(n for n, _ in self.hints.values) + " ".join(n.lower() for n, _ in self.module.named_modules())
+        names = " ".join(n for n, _ in self.hints.values) + " ".join(n.lower() for n, _ in named(self.module))
         if "rot" in names or "rope" in names or "theta" in names:
             part = self.hints.real(r"rot.*(pct|percent|factor|fraction)|partial") or [1.0]
             dims = [*self.hints.whole(r"rot.*dim|rope.*dim"), *(int(head_dim * p) for p in part if 0 < p <= 1), head_dim]
@@ -212,14 +229,14 @@ class Search:
 
     def _biases(self, layout: Layout) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        for name, sub in self.module.named_modules():
+        for name, sub in named(self.module):
             if isinstance(sub, nn.Embedding) and sub.embedding_dim == layout.heads:
                 far = [*self.hints.whole(r"max.*dist|dist.*max"), 128]
                 for way, distance in itertools.product((True, False), dict.fromkeys(far)):
                     exact = sub.num_embeddings // (4 if way else 2)
                     if exact >= 1 and distance > exact:
                         made = RelativeBias(layout.heads, sub.num_embeddings, distance, way)
-                        made.weight = sub.weight
+                        made.weight = nn.Parameter(sub.weight, requires_grad=False)
                         found.append({"bias": made, "bias_name": f"{name}.weight"})
         found_slopes = next(slopes(self.module, layout.heads), None)
         if found_slopes is not None or any("alibi" in n for n, _ in names(self.module)):
@@ -267,16 +284,3 @@ def off(guess: Tensor, truth: Tensor) -> float:
 
 def _close(guess: Tensor, truth: Tensor) -> bool:
     return off(guess, truth) <= CLOSE
-
-
-def _adds_its_input(driver: Driver) -> str | None:
-    """A sentence where the output follows the input itself, as with a residual or a normalisation inside."""
-    given = driver.inputs(1, 3, seed=7)
-    large = {role: 1e6 * x for role, x in given.items()}
-    query, out = large["query"], driver(large)
-    said = "; take the attention inside it, without "
-    if out.shape == query.shape and off(out, query) < 0.1 and off(driver(given), given["query"]) > 1e-3:
-        return "it adds its input to its output" + said + "the residual"
-    if float(out.abs().max()) < 1e3 * max(1.0, float(driver(given).abs().max())):
-        return "its output does not grow with its input, so a normalisation is inside it" + said + "that"
-    return None

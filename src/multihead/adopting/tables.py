@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from .affine import named
+
 
 def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, sub in module.named_modules():
+    for prefix, sub in named(module):
         for name, x in {**sub._buffers, **vars(sub)}.items():  # pyright: ignore[reportPrivateUsage]
             if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
                 yield (f"{prefix}.{name}" if prefix else name).lower(), x

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..compat import MultiheadAttention, keep_from_torchs_fast_path
 from ..layer import MultiHeadAttention
+from . import AdoptionError, Model
 from .adapter import Adopted, RefusedError, adapter
-from .affine import AdoptionError
+from .affine import named
 from .build import write_back
 from .reading import differing, read
 
-Model = TypeVar("Model", bound=nn.Module)
 TOLERANCE = 1e-3  # of the largest value, between a model before and after in float32: layers add up; in halves 50 times as much
 PARTS = re.compile(r"(^|[^a-z])(q|query|queries|to_q)([^a-z]|$)|wq$|w_?q$|q_?(proj|linear|lin)")
 FUSED = re.compile(r"qkv|c_attn|in_proj|query_key_value|attn_proj|kqv")
@@ -58,16 +58,8 @@ class Adoption:
         return "\n".join(lines)
 
 
-def adopt(model: Model, example: Any = None) -> Model:
-    """Replace every attention layer in a model by ours, each proven equal first; returns the model, changed in place.
-
-        model = adopt(model, example={"input_ids": ids})
-        print(model.adoption)     # what was replaced, what was not, and why
-
-    example  inputs of the model – a tensor, a tuple of arguments or a dict of keywords; its results before and after are
-             compared, and the model is left as it was if they differ beyond rounding
-    Call signatures, dtype, device, tying, hooks and requires_grad stay; restore(model) takes it all back.
-    """
+def replace_all(model: Model, example: Any = None) -> Model:
+    """adopt()."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"adopt: needs an nn.Module; got a {type(model).__name__}")
     before = None if example is None else _results(model, example)
@@ -89,11 +81,11 @@ def adopt(model: Model, example: Any = None) -> Model:
         try:
             adoption.difference = differing(before, _with_what_fits(model, example, adoption))
         except Exception:
-            restore(model)
+            put_back(model)
             raise
         wide = TOLERANCE if next(model.parameters()).dtype.itemsize >= 4 else 50 * TOLERANCE
         if adoption.difference > wide:
-            restore(model)
+            put_back(model)
             raise AdoptionError(
                 f"adopt: the example's results differ by {adoption.difference:.2g} of the largest value, where {wide:.2g} is "
                 f"rounding, so the model is as it was; what had been replaced: {', '.join(adoption.replaced)}"
@@ -107,16 +99,16 @@ def _with_what_fits(model: nn.Module, example: Any, adoption: Adoption) -> Any:
         try:
             return _results(model, example)
         except RefusedError as refused:
-            for path, module in list(model.named_modules(remove_duplicate=False)):
+            for path, module in named(model, repeated=True):
                 if module is refused.module:
                     _put(model, path, _back(refused.module))
                     row = next(r for r in adoption.rows if r.path == path)
                     adoption.rows[adoption.rows.index(row)] = Row(path, row.kind, False, f"in the example {refused.said}")
 
 
-def restore(model: Model) -> Model:
-    """Undo adopt(): the modules that stood there come back, with whatever the weights have become since."""
-    for path, module in list(model.named_modules(remove_duplicate=False)):
+def put_back(model: Model) -> Model:
+    """restore()."""
+    for path, module in named(model, repeated=True):
         if isinstance(module, Adopted):
             model = _put(model, path, _back(module))
         elif isinstance(module, AdoptedTorch):
@@ -144,7 +136,7 @@ OURS = (Adopted, MultiHeadAttention, MultiheadAttention)
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The innermost modules that look like attention by their names, or by what they hold; in the model's order."""
     found: dict[str, nn.Module] = {}
-    for path, module in reversed(list(model.named_modules(remove_duplicate=False))):
+    for path, module in reversed(named(model, repeated=True)):
         if any(not path or inner.startswith(f"{path}.") for inner in found):
             continue
         within_ours = any(isinstance(model.get_submodule(p), OURS) for p in _parents(path))
@@ -184,7 +176,7 @@ def _check_tied(model: nn.Module, module: nn.Module, sources: list[str]) -> None
     for source in dict.fromkeys(sources):
         p = module.get_parameter(source)
         inside = {id(sub) for sub in module.modules()}
-        for name, sub in model.named_modules():
+        for name, sub in named(model):
             if id(sub) not in inside and any(other is p for other in sub.parameters(recurse=False)):
                 raise AdoptionError(f"its {source} holds several projections and is tied to {name}, so it cannot be split up")
         owner = module.get_submodule(source.rpartition(".")[0])
@@ -192,7 +184,7 @@ def _check_tied(model: nn.Module, module: nn.Module, sources: list[str]) -> None
             raise AdoptionError(f"its {source.rpartition('.')[0]} has hooks and would be split up; remove them first")
 
 
-def _put(model: Model, path: str, module: nn.Module) -> Any:
+def _put(model: nn.Module, path: str, module: nn.Module) -> Any:
     if not path:
         return module
     parent, _, name = path.rpartition(".")
@@ -215,9 +207,9 @@ def _results(model: nn.Module, example: Any) -> Any:
 def _plain(result: Any) -> Any:
     """Tensors only: Hugging Face's outputs hold caches, which are not compared."""
     if isinstance(result, Mapping):
-        return [_plain(x) for x in result.values()]
+        return [_plain(x) for x in cast("Mapping[str, Any]", result).values()]
     if isinstance(result, tuple | list):
-        return [_plain(x) for x in result]
+        return [_plain(x) for x in cast("list[Any]", result)]
     return result if isinstance(result, torch.Tensor) else None
 
 

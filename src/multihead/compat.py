@@ -179,7 +179,8 @@ def _check(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Ten
     named = {"query": (query, dims[0]), "key": (key, dims[1]), "value": (value, dims[2])}
     if any(x.is_nested for x, _ in named.values()):
         raise TypeError(
-            "MultiheadAttention: nested tensors are not taken; pad them (x.to_padded_tensor(0)) and pass key_padding_mask"
+            "MultiheadAttention: nested tensors are not taken; pad them (x.to_padded_tensor(0)) and pass key_padding_mask. "
+            "nn.TransformerEncoder makes them: build it with enable_nested_tensor=False"
         )
     batch = 0 if module.batch_first else 1
     fits = query.ndim == key.ndim == value.ndim in (2, 3) and all(x.shape[-1] == dim for x, dim in named.values())

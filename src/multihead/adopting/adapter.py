@@ -25,14 +25,14 @@ MISSING = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Returns:
-    """What a module returns: the shape of its result, and for each leaf "out", "weights", "mean weights", "bias" or None."""
+    """What a module returns: the tree of its result, None for a bare tensor; each leaf's meaning, None for None."""
 
     tree: Any
     leaves: tuple[str | None, ...]
 
     def make(self, found: dict[str | None, Any]) -> Any:
         leaves = [found.get(leaf) for leaf in self.leaves]
-        return leaves[0] if self.tree.is_leaf() else pytree.tree_unflatten(leaves, self.tree)
+        return leaves[0] if self.tree is None else pytree.tree_unflatten(leaves, self.tree)
 
 
 class RefusedError(TypeError):
@@ -139,9 +139,7 @@ class Adopted(nn.Module):
             if found is None:
                 came = f"{kind_of(x)} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 known = f"what was proven is {self.readers[name]}" if name in self.readers else "none was understood"
-                raise TypeError(
-                    f"{self._name()}: cannot read {name}, a {came}; {known}. restore(model) brings the original back"
-                )
+                raise RefusedError(self, f"cannot read {name}, a {came}; {known}")
             mask = found[0] if mask is None else mask if found[0] is None else mask & found[0]
             bias = found[1] if bias is None else bias if found[1] is None else bias + found[1]
         return mask, bias
@@ -307,7 +305,7 @@ def _returns(reading: Reading, driver: Driver, extra: dict[str, Any]) -> Returns
         named.append(cast(str, name))
     if "out" not in named:
         raise AdoptionError("its output was not found in what it returns")
-    return Returns(tree, tuple(named))
+    return Returns(None if tree.is_leaf() else tree, tuple(named))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -77,6 +77,7 @@ def replace_all(model: Model, example: Any = None) -> Model:
         model = _put(model, path, made[id(module)])
         adoption.rows.append(Row(path, type(module).__name__, True, said))
     model.__dict__["adoption"] = adoption
+    _refuse_nested(model)
     if before is not None:
         try:
             adoption.difference = differing(before, _with_what_fits(model, example, adoption))
@@ -113,6 +114,8 @@ def put_back(model: Model) -> Model:
             model = _put(model, path, _back(module))
         elif isinstance(module, AdoptedTorch):
             model = _put(model, path, module.original.train(module.training))
+        elif isinstance(module, nn.TransformerEncoder) and NESTED in vars(module):
+            module.use_nested_tensor = vars(module).pop(NESTED)
     model.__dict__.pop("adoption", None)
     return model
 
@@ -214,6 +217,17 @@ def _plain(result: Any) -> Any:
 
 
 # ---- torch's own layer ----------------------------------------------------------------------------------------------
+
+
+NESTED = "use_nested_tensor_before_adoption"
+
+
+def _refuse_nested(model: nn.Module) -> None:
+    """nn.TransformerEncoder would hand nested tensors to its layers where it believes in torch's native fast path."""
+    for _, module in named(model):
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(sub, AdoptedTorch) for _, sub in named(module)):
+            vars(module).setdefault(NESTED, module.use_nested_tensor)
+            module.use_nested_tensor = False
 
 
 class AdoptedTorch(MultiheadAttention):

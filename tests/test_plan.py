@@ -62,6 +62,8 @@ def test_memory_of_masks_that_vary_without_saying_so():
         (mh.Where(lambda b, h, q, k: (q + k) % 3 != 0), 1),
     ):
         assert mh.plan(q, k, v, mask=mask).quadratic_bytes == size * 100 * 100 * 5
+    table = torch.rand(B, 1, 100, 100) < 0.5
+    assert mh.plan(q, k, v, mask=mh.Allowed(table)).quadratic_bytes == B * 100 * 100 * 5
     ragged = mh.plan(q, k, v, mask=mh.Causal(), start=torch.tensor([0, 5]))
     assert ragged.quadratic_bytes == B * 100 * 100 * 5
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ class Convention:
     kind: str
     write: Callable[[Tensor], Tensor]
     read: Callable[[Tensor], Tensor] | None
+
+    def __reduce__(self) -> Any:  # functions without a name cannot be pickled
+        return _known, ("CONVENTIONS", CONVENTIONS.index(self))
 
 
 CONVENTIONS = (
@@ -65,6 +69,9 @@ class Shape:
     sizes: Callable[[int, int, int, int], tuple[int, ...]]  # from batch, heads, q_len, kv_len
     wrap: Callable[[Tensor], Mask]
 
+    def __reduce__(self) -> Any:
+        return _known, ("SHAPES", SHAPES.index(self))
+
 
 SHAPES = (
     Shape("[q, k]", lambda b, h, t, s: (t, s), Allowed),
@@ -74,6 +81,10 @@ SHAPES = (
     Shape("[batch, heads, q, k]", lambda b, h, t, s: (b, h, t, s), Allowed),
     Shape("[batch, 1, 1, k]", lambda b, h, t, s: (b, 1, 1, s), Allowed),
 )
+
+
+def _known(table: str, index: int) -> Any:
+    return globals()[table][index]
 
 
 @dataclass

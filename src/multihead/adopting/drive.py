@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Call:
     dims         features of each of these
     batch_first  [batch, tokens, dim] instead of [tokens, batch, dim]
     form         how rotations are handed over, if they are
-    out          which leaf of the result is the output; tree is the shape of the result
+    out          which leaf of the result is the output
     """
 
     parameters: dict[str, Any]
@@ -62,7 +62,6 @@ class Call:
     form: Form | None = None
     turned: int = 0
     out: int = 0
-    tree: Any = field(default=None, repr=False)
 
     def named(self, role: str) -> list[str]:
         return [name for name, found in self.roles.items() if found == role]
@@ -163,7 +162,7 @@ def _forms(base: Call, affines: Sequence[Affine], hints: Hints) -> Iterator[Call
 def _tried(module: nn.Module, call: Call, affines: Sequence[Affine], errors: list[str]) -> Driver | None:
     driver = Driver(module, call)
     try:
-        leaves, tree = pytree.tree_flatten(driver.run(driver.inputs(2, 3)))
+        leaves = pytree.tree_leaves(driver.run(driver.inputs(2, 3)))
     except Exception as error:
         errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
@@ -178,7 +177,7 @@ def _tried(module: nn.Module, call: Call, affines: Sequence[Affine], errors: lis
     if not bool(leaves[out].isfinite().all()):
         errors.append("its output is not finite")
         return None
-    return Driver(module, replace(call, out=out, tree=tree))
+    return Driver(module, replace(call, out=out))
 
 
 def _mixes(driver: Driver, axis: int) -> bool:

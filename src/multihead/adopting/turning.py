@@ -24,6 +24,9 @@ class Form:
     make: Callable[[Tensor, Tensor], Any]
     read: Callable[[Any], tuple[Tensor, Tensor]]
 
+    def __reduce__(self) -> Any:  # functions without a name cannot be pickled
+        return _form, (FORMS.index(self),)
+
 
 def _pairs(x: Tensor) -> Tensor:
     return x if x.ndim == 3 else x[None] if x.ndim == 2 else x.squeeze(1)
@@ -61,6 +64,10 @@ FORMS = (
         lambda given: (_pairs(given[0].chunk(2, -1)[0].cos()), _pairs(given[0].chunk(2, -1)[0].sin())),
     ),
 )
+
+
+def _form(index: int) -> Form:
+    return FORMS[index]
 
 
 def angles(head_dim: int, positions: Tensor, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,17 @@ def _sdpa(
     if out.requires_grad and out.grad_fn is not None:
         out.grad_fn.register_hook(_first_order_only)
     few = mask is None and k.shape[2] < VECTOR and q.is_cpu
-    return _keep_nan(out, q, k) if few and not functorch.is_functorch_wrapped_tensor(out) else out
+    return _keep_nan(out, q, k) if few and not _wrapped(out) else out
+
+
+def _wrapped(x: Tensor) -> bool:
+    """Whether x is inside a transform such as vmap, where nobody can look at its numbers."""
+    return bool(functorch.is_functorch_wrapped_tensor(x))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """True only where no number is NaN or infinite; costs less than a copy."""
+    return all(math.isfinite(x.detach().sum().item()) for x in tensors)
 
 
 def _keep_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -98,7 +108,7 @@ def _keep_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
     That is where the query is not finite, or where the first key is NaN, which every row sees if there is no mask but causal.
     """
-    if math.isfinite(q.detach().sum().item()) and math.isfinite(k.detach().sum().item()):
+    if _finite(q, k):
         return out
     keys = k.isnan().any(3, keepdim=True)[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out.masked_fill(~q.isfinite().all(3, keepdim=True) | keys, math.nan)
@@ -179,7 +189,7 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
     """q, k, v without what no one may see, since 0 · NaN is NaN in a product; SDPA's mask; is_causal; rows to be zeroed.
 
     A row that may attend to nothing is let attend to everything and zeroed afterwards: of torch's kernels some return zero
-    for it, cuDNN returns the mean of v.
+    for it, cuDNN returns the mean of v. On a CPU, where looking costs no waiting, what is not there is not dealt with.
     """
     frame = spec.frame
     if spec.mask is not None:
@@ -189,10 +199,13 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
         return q, k, v, None, True, None
     allowed, empty = evaluate(And(*parts), frame) if parts else frame.there(), None
     if allowed is not None and not seen:
-        empty = ~allowed.any(3, keepdim=True)
-        columns = ~allowed.any(2, keepdim=True).any(1, keepdim=True).mT
-        q, k, v = q.masked_fill(empty, 0.0), k.masked_fill(columns, 0.0), v.masked_fill(columns, 0.0)
-        allowed = allowed | empty
+        rows, columns = allowed.any(3, keepdim=True), allowed.any(2, keepdim=True).any(1, keepdim=True).mT
+        look = q.is_cpu and not torch.compiler.is_compiling() and not any(map(_wrapped, (q, k, v, allowed)))
+        if not (look and (bool(columns.all()) or _finite(k, v))):
+            k, v = k.masked_fill(~columns, 0.0), v.masked_fill(~columns, 0.0)
+        if not (look and bool(rows.all())):
+            empty = ~rows
+            q, allowed = q.masked_fill(empty, 0.0), allowed | empty
     if spec.bias is not None:
         bias = _bias(spec)
         allowed = bias if allowed is None else torch.where(allowed, bias, -math.inf)

@@ -104,7 +104,8 @@ def per_batch(values: Tensor, frame: Frame) -> Tensor:
 
 def lookup(table: Tensor, *index: Tensor) -> Tensor:
     """table[index…] with broadcasting of axes of size 1; a position outside the table reads its border."""
-    return table[tuple(i.clamp(0, n - 1) if n > 1 else torch.zeros_like(i) for i, n in zip(index, table.shape, strict=True))]
+    at = (i.clamp(0, n - 1) if n > 1 else i.new_zeros((1,) * i.ndim) for i, n in zip(index, table.shape, strict=True))
+    return table[tuple(at)]
 
 
 def columns(table: Tensor, frame: Frame) -> Tensor:

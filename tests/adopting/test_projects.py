@@ -190,6 +190,27 @@ def test_alibi():
     torch.testing.assert_close(mh.from_module(module)(x), module(x), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True, "flash": True}, {"kv_heads": 2}, {"num_mem_kv": 2}, {"gate_values": True}, {"one_kv_head": True}],
+    ids=str,
+)
+def test_x_transformers(options):
+    from x_transformers.x_transformers import Attention
+
+    module = Attention(D, heads=H, dim_head=8, **options).eval()
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+    layer = mh.from_module(module)
+    x = torch.randn(B, T, D)
+    torch.testing.assert_close(layer(x), module(x), rtol=1e-5, atol=5e-6)
+    if "num_mem_kv" not in options:
+        mask = torch.rand(T, T) < 0.5
+        mask[:, 0] = True
+        torch.testing.assert_close(layer(x, mask=mh.Allowed(mask)), module(x, attn_mask=mask), rtol=1e-5, atol=5e-6)
+
+
 # ---- what is shared and what is copied ------------------------------------------------------------------------------
 
 

@@ -45,49 +45,31 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal         a promise that attn_mask is the causal mask, which is then not read
         Returns out like query, and the weights [N, L, S] (per head: [N, num_heads, L, S]) or None
         """
-        return attend(
-            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        batched = _check(self, query, key, value)
+        if not batched:
+            query, key, value = _thrice(_unsqueezed, query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = _thrice(_transposed, query, key, value)
+        B, T, H = query.shape[0], query.shape[1], cast(int, self.num_heads)
+        q, k, v = (x.view(*x.shape[:2], H, x.shape[2] // H).transpose(1, 2) for x in _project(self, query, key, value))
+        k, v = _extended(self, k, v)
+        mask, bias = _masks(attn_mask, key_padding_mask, is_causal, (B, H, T, key.shape[1]), k.shape[2] - key.shape[1])
+        found = attention(
+            q, k, v, mask=mask, bias=bias, dropout=self.dropout if self.training else 0.0, return_weights=need_weights
         )  # fmt: skip
+        out, weights = (found, None) if isinstance(found, Tensor) else found
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
 
 
 def keep_from_torchs_fast_path(module: nn.MultiheadAttention) -> None:
     """nn.TransformerEncoderLayer bypasses self_attn.forward where this attribute allows it."""
     module._qkv_same_embed_dim = False  # pyright: ignore[reportPrivateUsage]
-
-
-def attend(
-    module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The forward of nn.MultiheadAttention, for a module that has its parameters."""
-    batched = _check(module, query, key, value)
-    if not batched:
-        query, key, value = _thrice(_unsqueezed, query, key, value)
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    elif not module.batch_first:
-        query, key, value = _thrice(_transposed, query, key, value)
-    B, T, H = query.shape[0], query.shape[1], cast(int, module.num_heads)
-    q, k, v = (x.view(*x.shape[:2], H, x.shape[2] // H).transpose(1, 2) for x in _project(module, query, key, value))
-    k, v = _extended(module, k, v)
-    sizes = (B, H, T, key.shape[1])
-    mask, bias = _masks(attn_mask, key_padding_mask, is_causal, sizes, k.shape[2] - key.shape[1])
-    found = attention(
-        q, k, v, mask=mask, bias=bias, dropout=module.dropout if module.training else 0.0, return_weights=need_weights
-    )
-    out, weights = (found, None) if isinstance(found, Tensor) else found
-    out = module.out_proj(out.transpose(1, 2).flatten(2))
-    if weights is not None and average_attn_weights:
-        weights = weights.mean(1)
-    if not batched:
-        return out[0], None if weights is None else weights[0]
-    return out if module.batch_first else out.transpose(0, 1), weights
 
 
 def _unsqueezed(x: Tensor) -> Tensor:

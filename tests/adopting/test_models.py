@@ -171,8 +171,8 @@ def test_what_is_returned_has_the_form_it_had():
         (lambda m, x: m(x, None, None), "takes 2 arguments; got 3"),
         (lambda m, x: m(x, hidden_state=x), "got hidden_state twice"),
         (lambda m, x: m(x, mask=None), "takes no mask; it takes hidden_state, attention_mask"),
-        (lambda m, x: m(x, torch.zeros(T)), r"cannot read attention_mask, a float tensor of shape \[5\]; what was proven is attention_mask: True is blocked"),
-        (lambda m, x: m(x, "causal"), r"cannot read attention_mask, a str; .* restore\(\) brings the original back"),
+        (lambda m, x: m(x, torch.zeros(T)), r"cannot read attention_mask, a tensor of shape \[5\], for 5 queries and 5 keys; what was proven is attention_mask: True is blocked"),
+        (lambda m, x: m(x, "causal"), r"cannot read attention_mask, 'causal', for .* restore\(\) brings the original back"),
     ],
 )  # fmt: skip
 def test_calls_that_were_never_proven_are_refused(call, match):
@@ -220,6 +220,7 @@ def test_an_example_that_comes_out_differently_undoes_everything(monkeypatch):
     monkeypatch.setattr("multihead.adopting.reading.CLOSE", 1e9)
     monkeypatch.setattr("multihead.adopting.adapter.CLOSE", 1e9)
     monkeypatch.setattr("multihead.adopting.probe.CLOSE", 1e9)
+    monkeypatch.setattr("multihead.adopting.reading._prove_gradients", lambda *_: None)
     with pytest.raises(mh.AdoptionError, match=r"adopt: the example's results differ by .* so the model is as it was"):
         mh.adopt(model, given)
     assert dict(model.named_modules()) == before
@@ -350,7 +351,7 @@ def test_a_fused_submodule_with_hooks_is_left():
     model = nn.ModuleDict({"attention": NanoGPT()})
     model["attention"].c_attn.register_forward_hook(lambda *_: None)
     mh.adopt(model)
-    assert "its c_attn has hooks and would be split up; remove them first" in str(model.adoption)
+    assert "its c_attn has hooks and would not be called any more; remove them first" in str(model.adoption)
 
 
 def test_only_models_are_adopted():

@@ -59,8 +59,12 @@ def test_torchs_layer(options, batch_first):
         torch.testing.assert_close(out if batch_first else out.transpose(0, 1), want, rtol=1e-5, atol=2e-6)
         if "add_zero_attn" not in options:
             torch.testing.assert_close(got, weights, rtol=1e-5, atol=2e-6)
-    assert "True is blocked (masks.from_torch) as [batch, k]" in str(layer.origin)
-    assert "attn_mask: True is blocked (masks.from_torch) as [q, k]" in str(layer.origin)
+    padding, attn = layer.origin.masks
+    assert (
+        padding
+        == "key_padding_mask: True is blocked (masks.from_torch), float added to the scores (masks.from_additive) as [batch, k]"
+    )
+    assert attn == "attn_mask: True is blocked (masks.from_torch), float added to the scores (masks.from_additive) as [q, k]"
 
 
 def test_names_only_order_the_search():

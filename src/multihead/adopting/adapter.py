@@ -12,15 +12,16 @@ from torch.utils import _pytree as pytree
 
 from ..attend import attention
 from ..layer import MultiHeadAttention
-from ..masks import Mask
+from ..masks import Causal, Mask
 from . import AdoptionError
 from .build import Copied, WithLearnedKeys
-from .conventions import kind_of
-from .drive import HARMLESS, Call, Driver
+from .conventions import patterns
+from .drive import Call, Driver
 from .reading import Reading
 from .search import CLOSE, off
 
 MISSING = inspect.Parameter.empty
+CAUSAL = Causal()
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,17 @@ class Adopted(nn.Module):
 
     layer: MultiHeadAttention
 
-    def __init__(self, original: nn.Module, reading: Reading, returns: dict[bool, Returns]) -> None:
+    def __init__(self, original: nn.Module, reading: Reading, returns: dict[bool | None, Returns]) -> None:
         nn.Module.__init__(self)
-        self.layer = reading.layer
+        self.layer, self.training = reading.layer, original.training
         own = self.__dict__
         own["original"], own["copied"], own["call"] = original, reading.copied, reading.driver.call
-        own["readers"], own["takes_place"] = reading.readers, reading.masks.takes_place
-        own["turning"] = reading.turning
-        own["memory"], own["returns"] = reading.memory or "memory" in reading.driver.call.fed, returns
+        own["behaviour"], own["turning"], own["returns"] = reading.behaviour, reading.turning, returns
+        own["memory"], own["memory_masks"], own["unknown"] = reading.memory, reading.memory_masks, reading.dropouts.unknown
+        own["dtype"], own["trial"] = next((p.dtype for p in original.parameters()), torch.float32), False
         for name, hooks in vars(original).items():  # one object, so that handles given out go on working
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
                 own[name] = hooks
-        self.train(original.training)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -71,23 +71,49 @@ class Adopted(nn.Module):
             original = self.__dict__.get("original")
             if original is None or name.startswith("__"):
                 raise
-            return getattr(original, name)
+            found = getattr(original, name)
+            if isinstance(found, Tensor) and name in vars(original):
+                raise AttributeError(
+                    f"adopted {type(original).__name__}: {name} was left there by a call of the original, which is not called "
+                    "any more; multihead's layers return weights by return_weights=True"
+                ) from None
+            return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "layer" and isinstance(value, nn.Module | nn.Parameter) and hasattr(self.original, name):
+            raise AttributeError(
+                f"adopted {type(self.original).__name__}: {name} is the original's, which is not called any more; set it on "
+                ".layer (query, key, value, out), or restore() first"
+            )
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (type(self.original),), self.__dict__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's."""
+        if not self.trial:
+            return self._forward(args, kwargs)
+        try:
+            return self._forward(args, kwargs)
+        except RefusedError:
+            raise
+        except Exception as error:  # adopt() tries an example: whatever fails here goes back to its place
+            raise RefusedError(self, f"it failed with {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.training and self.unknown:
+            raise RefusedError(self, f"in train() it does what was not understood ({', '.join(self.unknown)})")
         call: Call = self.call
         given = self._bound(args, kwargs)
         tensors = {role: self._take(given, role) for role in ("query", "key", "value", "memory")}
         query, (key, value) = cast(Tensor, tensors["query"]), self._sources(tensors)
-        mask, bias = self._masks(given)
-        wants = any(bool(given.pop(name)) for name in call.named("weights") if given.get(name) is not None)
-        returns = self.returns[wants and True in self.returns]
+        flag = next((bool(given.pop(name)) for name in call.named("weights") if given.get(name) is not None), None)
+        returns = self.returns.get(flag)
+        if returns is None:
+            raise RefusedError(self, f"what it returns for {call.named('weights')[0]}={flag} was not found out")
         weights = any(leaf is not None and "weights" in leaf for leaf in returns.leaves)
-        found = self._attend(query, key, value, mask, bias, given, weights, "bias" in returns.leaves)
-        self._nothing_left(given)
+        found = self._attend(query, key, value, given, weights, "bias" in returns.leaves)
         out = found["out"]
         found["out"] = out if call.batch_first else out.transpose(0, 1)
         if weights:
@@ -128,28 +154,46 @@ class Adopted(nn.Module):
             raise RefusedError(self, f"was proven as self-attention only, but {self.call.named('memory')[0]} came")
         return memory, memory
 
-    def _masks(self, given: dict[str, Any]) -> tuple[Mask | None, Tensor | None]:
+    def _masks(self, given: dict[str, Tensor], sizes: tuple[int, int, int, int]) -> tuple[Mask | None, Tensor | None]:
+        """The masks that were given, read by the conventions that were proven. sizes: batch, heads, q_len, kv_len"""
         mask: Mask | None = None
         bias: Tensor | None = None
-        for name in self.call.named("mask"):
-            x = given.pop(name, None)
-            if x is None:
-                continue
-            found = self.readers[name].read(x) if name in self.readers and isinstance(x, Tensor) else None
+        readers = self.behaviour.readers
+        if len(given) > 1 and not self.behaviour.together:
+            raise RefusedError(self, f"{' and '.join(given)} came, and what it does with both was not understood")
+        for name, x in given.items():
+            found = readers[name].read(x, sizes) if name in readers and isinstance(x, Tensor) else None  # pyright: ignore[reportUnnecessaryIsInstance]
             if found is None:
-                came = f"{kind_of(x)} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                known = f"what was proven is {self.readers[name]}" if name in self.readers else "none was understood"
-                raise RefusedError(self, f"cannot read {name}, a {came}; {known}")
+                known = (
+                    f"what was proven is {readers[name]}, and values of such masks"
+                    if name in readers
+                    else "none was understood"
+                )
+                raise RefusedError(
+                    self, f"cannot read {name}, {_short(x)}, for {sizes[2]} queries and {sizes[3]} keys; {known}"
+                )
             mask = found[0] if mask is None else mask if found[0] is None else mask & found[0]
-            bias = found[1] if bias is None else bias if found[1] is None else bias + found[1]
+            added = found[1] if found[1] is None or found[1].ndim != 3 else found[1].unsqueeze(1)
+            bias = added if bias is None else bias if added is None else bias + added
         return mask, bias
+
+    def _own(self, given: dict[str, Tensor], causal: bool | None) -> Mask | None:
+        """The module's own mask as far as it holds beside those given, and as is_causal wants it."""
+        if any(self.behaviour.readers[name].takes_place for name in given):
+            return None
+        if causal is None:
+            return self.layer.mask
+        meant = self.behaviour.causal.get(causal)
+        if meant is None or (given and meant != "own"):
+            raise RefusedError(self, f"is_causal={causal} came, and what it does with that was not understood")
+        return {"own": self.layer.mask, "none": None, "causal": CAUSAL}[meant]
 
     def _nothing_left(self, given: dict[str, Any]) -> None:
         """What nobody took must be at its default or without effect."""
         for name, x in given.items():
-            if name in HARMLESS or x is None or name not in self.call.parameters:
+            if name in self.behaviour.harmless or x is None or (x is False and name not in self.call.parameters):
                 continue
-            default = self.call.parameters[name]
+            default = self.call.parameters.get(name, MISSING)
             if x is not default and not (isinstance(x, bool | int | float | str) and x == default):
                 raise RefusedError(self, f"{name} was not understood when the module was adopted, and {name}={_short(x)} came")
 
@@ -159,49 +203,82 @@ class Adopted(nn.Module):
     # ---- computing --------------------------------------------------------------------------------------------------
 
     def _attend(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask | None, bias: Tensor | None,
-        given: dict[str, Any], weights: bool, returns_bias: bool,
-    ) -> dict[str | None, Any]:  # fmt: skip
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, given: dict[str, Any], weights: bool, returns_bias: bool
+    ) -> dict[str | None, Any]:
         layer, call = self.layer, self.call
-        cache = next((given.pop(n) for n in call.named("cache") if given.get(n) is not None), None)
-        handed = next((given.pop(n) for n in call.named("angles") if given.get(n) is not None), None)
-        added = next((given.pop(n) for n in call.named("bias") if given.get(n) is not None), None)
-        if cache is handed is added is None and not returns_bias and not (self.takes_place and mask is not None):
-            found = layer(query, key, value, mask=mask, bias=bias, return_weights=weights)
+        cache, handed, added = (self._one(given, role) for role in ("cache", "angles", "bias"))
+        masks = {name: given.pop(name) for name in call.named("mask") if given.get(name) is not None}
+        causal = cast("bool | None", self._one(given, "causal") if call.takes("causal") else given.pop("is_causal", None))
+        self._nothing_left(given)
+        self._check_sources(query, key, cache, masks, added)
+        if not (masks or returns_bias) and cache is handed is added is causal is None:
+            found = layer(query, key, value, return_weights=weights)
             return {"out": found} if isinstance(found, Tensor) else {"out": found[0], "weights": found[1]}
         if isinstance(layer, WithLearnedKeys):
-            raise RefusedError(self, "has learned keys, which take no cache, rotations or bias")
-        start = 0 if cache is None else _length(cache, self.original.layer_idx, key is not None)
+            if cache is not None or handed is not None or added is not None:
+                raise RefusedError(self, "has learned keys, which take no cache, rotations or bias")
+            source = query if key is None else key
+            mask, bias = self._masks(masks, (query.shape[0], layer.num_heads, query.shape[1], source.shape[1]))
+            found = layer(query, key, value, mask=mask, bias=bias, return_weights=weights)
+            return {"out": found} if isinstance(found, Tensor) else {"out": found[0], "weights": found[1]}
+        start = 0 if cache is None else _length(cache, self._number(), key is not None)
         q, k, v = self._projected(query, key, value, cache, handed, start)
         T, S = q.shape[2], k.shape[2]
+        mask, bias = self._masks(masks, (q.shape[0], q.shape[1], T, S))
+        own = self._own(masks, causal)
+        placed = key is None and not masks  # a tensor goes by the columns that there are
         key_start = max(0, start + T - S) if key is None else 0
-        given_mask = mask
-        own = None if self.takes_place and mask is not None else layer.mask
         mask = mask if own is None else own if mask is None else own & mask
-        placed = key is None and given_mask is None  # a tensor goes by the columns that there are
         positions = layer.positions
         if added is None and positions is not None and positions.biases:
-            at = torch.arange(max(T + start, S), device=q.device)
-            added = positions.bias(at[start : start + T] if key is None else at[:T], at[:S] + key_start)
+            at = torch.arange(max(T + start, S + key_start), device=q.device)
+            added = positions.bias(at[start : start + T] if key is None else at[:T], at[key_start : key_start + S])
         if added is not None:
-            added = added[..., added.shape[-1] - S :] if added.shape[-1] > S else added
-            bias = added if bias is None else added + (bias if bias.ndim == 4 else bias.unsqueeze(-3))
+            bias = added if bias is None else added + bias
         result = attention(
             q, k, v, mask=mask, bias=bias, scale=layer.scale, dropout=layer.dropout if layer.training else 0.0,
             softcap=layer.softcap, sinks=layer.sinks, start=start if placed else None, key_start=key_start if placed else 0,
             return_weights=weights,
         )  # fmt: skip
-        out, found = (result, {}) if isinstance(result, Tensor) else (result[0], {"weights": result[1]})
+        out, more = (result, {}) if isinstance(result, Tensor) else (result[0], {"weights": result[1]})
         if returns_bias:
-            found["bias"] = q.new_zeros(1, q.shape[1], T, S) if added is None else added
-        return {"out": layer.merge(out, query), **found}
+            more["bias"] = q.new_zeros(1, q.shape[1], T, S) if added is None else added
+        return {"out": layer.merge(out, query), **more}
+
+    def _one(self, given: dict[str, Any], role: str) -> Any:
+        return next((given.pop(name) for name in self.call.named(role) if given.get(name) is not None), None)
+
+    def _number(self) -> Any:
+        number = getattr(self.original, "layer_idx", None)
+        if number is None:
+            raise RefusedError(self, "a cache came, but it does not know its layer's number, layer_idx")
+        return number
+
+    def _check_sources(
+        self, query: Tensor, key: Tensor | None, cache: Any, masks: dict[str, Tensor], added: Tensor | None
+    ) -> None:
+        if query.ndim != 3:
+            raise RefusedError(self, f"was proven for [batch, tokens, dim], but {_short(query)} came")
+        if cache is not None and not hasattr(cache, "update"):
+            raise RefusedError(self, f"a cache came that is none of transformers', {_short(cache)}")
+        if added is not None and not (self.behaviour.bias and added.ndim == 4):
+            raise RefusedError(self, f"{self.call.named('bias')[0]} came, {_short(added)}, and was not understood")
+        crossed = key is not None and self.call.takes("memory")
+        if crossed and masks and not self.memory_masks:
+            raise RefusedError(
+                self, f"{' and '.join(masks)} came with another text, and what it does with both was not understood"
+            )
+        if key is not None and not crossed and not self.behaviour.free and key.shape[1] != query.shape[1]:
+            raise RefusedError(
+                self, f"{query.shape[1]} queries and {key.shape[1]} keys came, and it was proven for equal numbers"
+            )
 
     def _projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: Any, handed: Any, start: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as they meet: turned, and with what a cache holds."""
         layer, turning = self.layer, self.turning
-        index = None if cache is None else self.original.layer_idx
+        index = None if cache is None else self._number()
         kept = None if cache is None or key is None else _crossed(cache, index)
         if kept is not None:
             q, _, _, _ = layer.project(query, query.new_zeros(query.shape[0], 1, layer.key_dim), None)
@@ -267,17 +344,20 @@ def _blank(kind: type[nn.Module]) -> Adopted:
     return cast(Adopted, made.__new__(made))
 
 
-def what_returns(reading: Reading) -> dict[bool, Returns]:
-    """Without weights asked for, and with, as far as the module knows of that."""
+def what_returns(reading: Reading) -> dict[bool | None, Returns]:
+    """By what is asked for of weights: nothing (None), False or True; what fails is not there."""
     driver = reading.driver
-    found = {False: _returns(reading, driver, {})}
+    found: dict[bool | None, Returns] = {None: _returns(reading, driver, {})}
     for name in driver.call.named("weights"):
-        try:
-            found[True] = _returns(reading, driver, {name: True})
-        except AdoptionError:
-            raise
-        except Exception:  # it wants more for that, as Hugging Face's models want eager attention
-            continue
+        for flag in (False, True):
+            try:
+                found[flag] = _returns(reading, driver, {name: flag})
+            except AdoptionError:
+                raise
+            except Exception:  # it wants more for that, as Hugging Face's models want eager attention
+                continue
+    if driver.call.open:
+        found.setdefault(False, found[None])
     return found
 
 
@@ -312,18 +392,25 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and (off(x.double(), y) <= CLOSE or bool((x == y).all()))
 
 
-def _prove(reading: Reading, returns: dict[bool, Returns]) -> None:
+def _prove(reading: Reading, returns: dict[bool | None, Returns]) -> None:
     """The adapter of the float64 copy against that copy, called alike, results compared leaf by leaf."""
     driver = reading.driver
     made = Adopted.__new__(Adopted)
     Adopted.__init__(made, driver.module, replace(reading, layer=reading.exact, copied=list[Copied]()), returns)
-    other = Driver(made.eval(), driver.call)
+    other = Driver(made, driver.call)
     calls: list[dict[str, Any]] = [{}]
-    if True in returns:
-        calls += [{name: True} for name in driver.call.named("weights")]
+    calls += [{name: flag} for name in driver.call.named("weights") for flag in (False, True) if flag in returns]
+    for name, reader in reading.behaviour.readers.items():
+        for convention, shape in (several[0] for several in reader.known.values()):
+            allowed = next(a for s, a in patterns(2, reading.exact.num_heads, 6, 6) if s is shape)
+            calls.append({name: convention.write(allowed)})
     for seed, extra in enumerate(calls, start=30):
         given = driver.inputs(2, 6, seed=seed, size=reading.found.size)
         pairs = zip(*(pytree.tree_leaves(d.run(given, extra)) for d in (driver, other)), strict=True)
         for theirs, ours in pairs:
+            if isinstance(theirs, Tensor) != isinstance(ours, Tensor):
+                raise AdoptionError(
+                    f"with {', '.join(extra) or 'nothing more'} it returns something whose meaning was not found"
+                )
             if isinstance(theirs, Tensor) and not _same(theirs, ours.double()):
                 raise AdoptionError(f"its adapter returns something else: {off(ours.double(), theirs.double()):.2g} apart")

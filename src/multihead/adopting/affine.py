@@ -75,6 +75,16 @@ def exact_copy(module: nn.Module) -> nn.Module:
     return double.to("cpu", torch.float64).eval().requires_grad_(False)
 
 
+def perturbed(module: nn.Module) -> nn.Module:
+    """The copy with every number moved: what is zero, one or alike by chance of its beginning shows itself then."""
+    random = torch.Generator().manual_seed(17)
+    for p in module.parameters():
+        if p.is_floating_point():
+            size = 0.5 * float(p.square().mean().sqrt()) + 0.02 if p.numel() else 0.0
+            p.data = p + size * torch.randn(p.shape, generator=random, dtype=p.dtype)
+    return module
+
+
 def find(module: nn.Module) -> list[Affine]:
     """Every affine map in an exact copy: submodules first, in their order, then bare parameters, then wrappers of others."""
     found: dict[str, Affine] = {}

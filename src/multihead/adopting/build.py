@@ -22,11 +22,15 @@ from .layouts import Layout, Rows
 
 @dataclass(frozen=True)
 class Copied:
-    """A parameter of the layer that holds some entries of one of the module's: places are flat indices into that one."""
+    """A parameter of the layer that holds entries of one of the module's: places are flat indices into that one.
+
+    shared  whether it is that one itself
+    """
 
     name: str
     source: str
     places: Tensor
+    shared: bool = False
 
 
 def build(module: nn.Module, layout: Layout, core: Core, dropouts: Dropouts) -> tuple[MultiHeadAttention, list[Copied]]:
@@ -60,7 +64,8 @@ def build(module: nn.Module, layout: Layout, core: Core, dropouts: Dropouts) -> 
         elif like.dtype != torch.float64:
             positions.float()
         layer.positions = positions
-    return layer.train(module.training), copied
+    layer.training = module.training  # not train(): what is shared keeps its own mode
+    return layer, copied
 
 
 def _rows(layout: Layout, core: Core) -> dict[str, Rows]:
@@ -69,13 +74,19 @@ def _rows(layout: Layout, core: Core) -> dict[str, Rows]:
 
 
 def write_back(module: nn.Module, layer: nn.Module, copied: list[Copied]) -> None:
-    """What the layer's copies have become goes back to where it was copied from."""
+    """What the layer's parameters have become goes back to where they came from."""
+    learns: dict[str, bool] = {}
     with torch.no_grad():
         for one in copied:
-            there = module.get_parameter(one.source)
-            here = layer.get_parameter(one.name).detach().to(there)
-            there.data.view(-1)[one.places.to(there.device).flatten()] = here.flatten()
-            there.requires_grad_(layer.get_parameter(one.name).requires_grad)
+            there, here = module.get_parameter(one.source), layer.get_parameter(one.name)
+            if here is there:
+                continue
+            values = there.detach().clone(memory_format=torch.contiguous_format)
+            values.view(-1)[one.places.to(values.device).flatten()] = here.detach().to(values).flatten()
+            there.data.copy_(values)
+            learns[one.source] = learns.get(one.source, False) or here.requires_grad
+    for source, learning in learns.items():
+        module.get_parameter(source).requires_grad_(learning)
 
 
 def _projection(module: nn.Module, name: str, rows: Rows, copied: list[Copied]) -> nn.Module:
@@ -114,11 +125,12 @@ def _linear(
 
 
 def _parameter(module: nn.Module, name: str, place: Place, copied: list[Copied]) -> nn.Parameter:
-    """The module's own parameter if all of it is meant, in its order; else a copy of the entries, remembered."""
+    """The module's own parameter if all of it is meant, in its order; else a copy of the entries. Both are remembered."""
     source, index = module.get_parameter(place[0]), place[1]
-    if source.shape == index.shape and torch.equal(index.flatten(), torch.arange(source.numel())):
+    whole = source.shape == index.shape and torch.equal(index.flatten(), torch.arange(source.numel()))
+    copied.append(Copied(name, place[0], index, whole))
+    if whole:
         return source
-    copied.append(Copied(name, place[0], index))
     return nn.Parameter(source.detach().flatten()[index.to(source.device)].clone(), requires_grad=source.requires_grad)
 
 

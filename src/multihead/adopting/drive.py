@@ -6,7 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,19 @@ NAMES = {
     "causal": "is_causal causal",
 }
 ROLE = {name: role for role, names in NAMES.items() for name in names.split()}
-HARMLESS = {"position_ids", "use_cache", "cache_position", "training", "deterministic", "return_dict", "layer_idx", "start_pos"}
+SIDE: dict[str, Callable[[int], Any]] = {  # arguments that often change nothing, and values to see whether that is so
+    "position_ids": lambda tokens: 2 * torch.arange(tokens)[None] + 3,
+    "cache_position": lambda tokens: torch.arange(tokens) + 1,
+    "use_cache": lambda tokens: True,
+    "output_attentions": lambda tokens: False,
+    "output_hidden_states": lambda tokens: False,
+    "training": lambda tokens: False,
+    "deterministic": lambda tokens: True,
+    "return_dict": lambda tokens: True,
+    "layer_idx": lambda tokens: 1,
+    "start_pos": lambda tokens: 3,
+    "num_items_in_batch": lambda tokens: 2,
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Driver:
     def __init__(self, module: nn.Module, call: Call) -> None:
         self.module, self.call = module, call
 
-    def run(self, given: dict[str, Tensor], extra: dict[str, Any] | None = None) -> Any:
+    def run(self, given: dict[str, Tensor], extra: dict[str, Any] | None = None, grad: bool = False) -> Any:
         """The raw result, for tensors by role and further arguments by parameter name."""
         call, arguments = self.call, dict[str, Any]()
         for role, x in given.items():
@@ -87,13 +99,13 @@ class Driver:
         for name, default in call.parameters.items():
             if default is inspect.Parameter.empty and name not in arguments:
                 arguments[name] = None
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return self.module(**{**arguments, **(extra or {})})
 
-    def __call__(self, given: dict[str, Tensor], extra: dict[str, Any] | None = None) -> Tensor:
+    def __call__(self, given: dict[str, Tensor], extra: dict[str, Any] | None = None, grad: bool = False) -> Tensor:
         """The output, [batch, tokens, dim]."""
-        out = pytree.tree_leaves(self.run(given, extra))[self.call.out]
+        out = pytree.tree_leaves(self.run(given, extra, grad))[self.call.out]
         return out if self.call.batch_first else out.transpose(0, 1)
 
     def inputs(self, batch: int, q_len: int, kv_len: int | None = None, seed: int = 0, size: float = 1.0) -> dict[str, Tensor]:

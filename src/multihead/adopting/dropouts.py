@@ -49,6 +49,9 @@ def find_dropouts(driver: Driver, layout: Layout) -> Dropouts:
                     found["weights"].append(p)
                 else:
                     unknown.append(name)
+            rest = _ask(driver, given, sites, {}, "", 0.0)  # nothing drops any more
+            if rest is None or not _near(rest, kept):
+                unknown.append("what changes its output though no dropout of its own drops")
     finally:
         module.eval()
     return Dropouts(_both(found["weights"]), _both(found["out"]), tuple(unknown))

@@ -16,7 +16,7 @@ from . import AdoptionError, Model
 from .adapter import Adopted, RefusedError, adapter
 from .affine import named
 from .build import write_back
-from .reading import differing, read
+from .reading import Reading, differing, read
 
 TOLERANCE = 1e-3  # of the largest value, between a model before and after in float32: layers add up; in halves 50 times as much
 PARTS = re.compile(r"(^|[^a-z])(q|query|queries|to_q)([^a-z]|$)|wq$|w_?q$|q_?(proj|linear|lin)")
@@ -62,13 +62,14 @@ def replace_all(model: Model, example: Any = None) -> Model:
     """adopt()."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"adopt: needs an nn.Module; got a {type(model).__name__}")
+    _refuse_nested(model)
     before = None if example is None else _results(model, example)
     adoption, made = Adoption(), dict[int, nn.Module]()
     for path, module in list(candidates(model)):
         if id(module) not in made:
             try:
                 made[id(module)], said = _replacement(model, module)
-            except AdoptionError as error:
+            except (AdoptionError, RefusedError) as error:
                 why = str(error).partition("cannot be adopted: ")[2] or str(error)
                 adoption.rows.append(Row(path, type(module).__name__, False, why))
                 continue
@@ -77,7 +78,6 @@ def replace_all(model: Model, example: Any = None) -> Model:
         model = _put(model, path, made[id(module)])
         adoption.rows.append(Row(path, type(module).__name__, True, said))
     model.__dict__["adoption"] = adoption
-    _refuse_nested(model)
     if before is not None:
         try:
             adoption.difference = differing(before, _with_what_fits(model, example, adoption))
@@ -96,15 +96,26 @@ def replace_all(model: Model, example: Any = None) -> Model:
 
 def _with_what_fits(model: nn.Module, example: Any, adoption: Adoption) -> Any:
     """The example's results; a module that is called in a way that was not proven goes back to its place."""
-    while True:
-        try:
-            return _results(model, example)
-        except RefusedError as refused:
-            for path, module in named(model, repeated=True):
-                if module is refused.module:
-                    _put(model, path, _back(refused.module))
-                    row = next(r for r in adoption.rows if r.path == path)
-                    adoption.rows[adoption.rows.index(row)] = Row(path, row.kind, False, f"in the example {refused.said}")
+    adapters = [module for _, module in named(model) if isinstance(module, Adopted)]
+    try:
+        for module in adapters:
+            module.__dict__["trial"] = True
+        while True:
+            try:
+                return _results(model, example)
+            except RefusedError as refused:
+                _give_back(model, refused, adoption)
+    finally:
+        for module in adapters:
+            module.__dict__["trial"] = False
+
+
+def _give_back(model: nn.Module, refused: RefusedError, adoption: Adoption) -> None:
+    for path, module in named(model, repeated=True):
+        if module is refused.module:
+            _put(model, path, _back(refused.module))
+            row = next(r for r in adoption.rows if r.path == path)
+            adoption.rows[adoption.rows.index(row)] = Row(path, row.kind, False, f"in the example {refused.said}")
 
 
 def put_back(model: Model) -> Model:
@@ -113,7 +124,9 @@ def put_back(model: Model) -> Model:
         if isinstance(module, Adopted):
             model = _put(model, path, _back(module))
         elif isinstance(module, AdoptedTorch):
-            model = _put(model, path, module.original.train(module.training))
+            if module.training != module.original.training:
+                module.original.train(module.training)
+            model = _put(model, path, module.original)
         elif isinstance(module, nn.TransformerEncoder) and NESTED in vars(module):
             module.use_nested_tensor = vars(module).pop(NESTED)
     model.__dict__.pop("adoption", None)
@@ -125,9 +138,13 @@ def _back(module: Adopted) -> nn.Module:
     original: nn.Module = module.original
     like = next(module.parameters(), None)
     if like is not None:
-        original.to(like.device, like.dtype)
+        if like.dtype != module.dtype:
+            original.to(like.dtype)
+        original.to(like.device)
     write_back(original, module.layer, module.copied)
-    return original.train(module.training)
+    if module.training != original.training:
+        original.train(module.training)
+    return original
 
 
 # ---- which modules --------------------------------------------------------------------------------------------------
@@ -158,7 +175,10 @@ def looks_like_attention(module: nn.Module) -> bool:
     """Whether it holds a projection of queries or a fused one within reach, or says so and holds projections."""
     if isinstance(module, nn.MultiheadAttention):
         return True
-    near = [n.removesuffix(".weight").lower() for n, p in module.named_parameters() if n.count(".") <= 2 and p.ndim in (2, 3)]
+    names = [n for n, p in module.named_parameters() if p.ndim in (2, 3)] + [
+        n for n, sub in named(module) if not any(sub.children())
+    ]
+    near = [n.removesuffix(".weight").lower() for n in names if n.count(".") <= 2]
     if any(PARTS.search(n) or FUSED.search(n) for n in near):
         return True
     return len(near) >= 2 and bool(re.search(r"attn|attention|mha", type(module).__name__.lower()))
@@ -168,23 +188,32 @@ def _replacement(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
     if type(module) is nn.MultiheadAttention:
         return AdoptedTorch.around(module), "multihead.compat.MultiheadAttention, on the same parameters"
     reading = read(module)
-    _check_tied(model, module, [c.source for c in reading.copied])
+    _check_what_is_lost(model, module, reading)
     made = adapter(module, reading)
-    between = "" if reading.origin.between == "nothing unusual" else f"; {reading.origin.between}"
-    return made, f"{reading.origin.projections}{between}; proven to {reading.origin.error:.0e}"
+    said = reading.origin.projections
+    said += "" if reading.origin.between == "nothing unusual" else f"; {reading.origin.between}"
+    said += f"; left out, since they change nothing: {', '.join(reading.left_out)}" if reading.left_out else ""
+    said += f"; not in train(): {', '.join(reading.dropouts.unknown)}" if reading.dropouts.unknown else ""
+    return made, f"{said}; proven to {reading.origin.error:.0e}"
 
 
-def _check_tied(model: nn.Module, module: nn.Module, sources: list[str]) -> None:
-    """A parameter that would be copied must not be used elsewhere, nor its submodule be listened to."""
-    for source in dict.fromkeys(sources):
-        p = module.get_parameter(source)
-        inside = {id(sub) for sub in module.modules()}
-        for name, sub in named(model):
-            if id(sub) not in inside and any(other is p for other in sub.parameters(recurse=False)):
-                raise AdoptionError(f"its {source} holds several projections and is tied to {name}, so it cannot be split up")
-        owner = module.get_submodule(source.rpartition(".")[0])
-        if owner is not module and (owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks):  # pyright: ignore[reportPrivateUsage]
-            raise AdoptionError(f"its {source.rpartition('.')[0]} has hooks and would be split up; remove them first")
+def _check_what_is_lost(model: nn.Module, module: nn.Module, reading: Reading) -> None:
+    """A parameter that is split up must not be used elsewhere, nor must anything that is not called any more have hooks."""
+    split = {c.source: module.get_parameter(c.source) for c in reading.copied if not c.shared}
+    inside = next(path for path, sub in named(model) if sub is module)
+    for source, p in split.items():
+        for name, other in model.named_parameters(remove_duplicate=False):
+            if other is p and inside and not name.startswith(f"{inside}."):
+                raise AdoptionError(
+                    f"its {source} holds several projections and is tied to {name.rpartition('.')[0]}, so it cannot be split up"
+                )
+    kept = {id(sub) for _, sub in named(reading.layer)}
+    for name, sub in named(module):
+        if sub is not module and id(sub) not in kept and any(getattr(sub, hooks) for hooks in HOOKS):
+            raise AdoptionError(f"its {name} has hooks and would not be called any more; remove them first")
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _put(model: nn.Module, path: str, module: nn.Module) -> Any:
@@ -196,7 +225,7 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> Any:
 
 
 def _results(model: nn.Module, example: Any) -> Any:
-    training = model.training
+    modes = {module: module.training for _, module in named(model)}
     model.eval()
     try:
         with torch.no_grad():
@@ -204,7 +233,8 @@ def _results(model: nn.Module, example: Any) -> Any:
                 return _plain(model(**example))
             return _plain(model(*example) if isinstance(example, tuple | list) else model(example))
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _plain(result: Any) -> Any:
@@ -223,9 +253,12 @@ NESTED = "use_nested_tensor_before_adoption"
 
 
 def _refuse_nested(model: nn.Module) -> None:
-    """nn.TransformerEncoder would hand nested tensors to its layers where it believes in torch's native fast path."""
+    """nn.TransformerEncoder would hand nested tensors to its layers where it believes in torch's native fast path.
+
+    Those leave zeros at padded positions, where without them there are values.
+    """
     for _, module in named(model):
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(sub, AdoptedTorch) for _, sub in named(module)):
+        if isinstance(module, nn.TransformerEncoder):
             vars(module).setdefault(NESTED, module.use_nested_tensor)
             module.use_nested_tensor = False
 

@@ -15,17 +15,19 @@ from torch.utils import _pytree as pytree
 from ..layer import MultiHeadAttention
 from ..positions import RoPE
 from . import AdoptionError
-from .affine import exact_copy, find
+from .affine import Affine, exact_copy, find, perturbed
 from .build import Copied, build
-from .conventions import Reader
+from .conventions import patterns
 from .core import Core
 from .drive import Driver, drivers
 from .dropouts import Dropouts, find_dropouts
 from .hints import Hints
-from .probe import Masks, Probe, predict
+from .probe import Behaviour, Probe, predict
 from .rotations import configured
 from .search import CLOSE, Found, Search, off
 from .turning import FORMS, Form
+
+LONG, LONGEST = 100, 1100  # tokens of the longest proof where nothing tells of a limit, and where something does
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Origin:
     masks        for each parameter that took a mask: the conventions it understands, by the names of our readers
     differences  where its own code does something else than this layer
     error        the largest difference seen, over the largest value, both in float64
-    compared     comparisons;  tried  hypotheses
+    compared     comparisons;  longest  tokens of the longest text among them;  tried  hypotheses
     """
 
     module: str
@@ -48,12 +50,18 @@ class Origin:
     differences: tuple[str, ...]
     error: float
     compared: int
+    longest: int
     tried: int
 
     def __str__(self) -> str:
         rows = [("from", self.module), ("projections", self.projections), ("between", self.between)]
         rows += [("mask", said) for said in self.masks] + [("differs", said) for said in self.differences]
-        rows += [("proof", f"{self.compared} comparisons in float64, largest difference {self.error:.1e} of the largest value")]
+        rows += [
+            (
+                "proof",
+                f"{self.compared} comparisons in float64, up to {self.longest} tokens, largest difference {self.error:.1e}",
+            )
+        ]
         return "\n".join(f"{name:<12} {said}" for name, said in rows)
 
 
@@ -69,24 +77,23 @@ class Turning:
 class Reading:
     """All that is known of a module that was read. `exact` and `driver` are its float64 copy and how to call that.
 
-    memory   whether keys and values may come from another text, by a parameter of their own
-    turning  how it takes rotations from its caller, if it does
+    memory    whether keys and values may come from another text, by a parameter of their own; and masks with it
+    turning   how it takes rotations from its caller, if it does
+    left_out  its parameters that change nothing, and are not in the layer
     """
 
     layer: MultiHeadAttention
     copied: list[Copied]
     driver: Driver
     exact: MultiHeadAttention
-    masks: Masks
+    behaviour: Behaviour
     found: Found
     dropouts: Dropouts
     origin: Origin
     memory: bool
+    memory_masks: bool
     turning: Turning | None
-
-    @property
-    def readers(self) -> dict[str, Reader]:
-        return self.masks.readers
+    left_out: list[str]
 
 
 def read(module: nn.Module) -> Reading:
@@ -96,61 +103,131 @@ def read(module: nn.Module) -> Reading:
     if isinstance(module, MultiHeadAttention):
         raise AdoptionError("from_module: it is a multihead.MultiHeadAttention already")
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             return _read(module)
     except AdoptionError as error:
         raise AdoptionError(f"from_module: {type(module).__name__} cannot be adopted: {error}") from None
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise AdoptionError(f"from_module: {type(module).__name__} cannot be adopted: reading it failed with {said}") from error
 
 
 def _read(module: nn.Module) -> Reading:
-    exact_module = exact_copy(module)
-    affines, hints = find(exact_module), Hints(module)
-    found = Search(exact_module, affines, hints).run(drivers(exact_module, affines, hints))
+    moved = perturbed(exact_copy(module))  # as it is, a zero or a one may hide what a parameter is for
+    affines, hints = find(moved), Hints(module)
+    found = Search(moved, affines, hints).run(drivers(moved, affines, hints))
     driver, layout, core = found.driver, found.layout, found.core
     dropouts = find_dropouts(driver, layout)
-    exact, bare = (build(exact_module, layout, c, Dropouts())[0].eval() for c in (core, replace(core, mask=None)))
-    masks = Probe(driver, exact, bare, found.size).run()
-    error, compared = prove(driver, exact, found)
-    memory, turning = _takes_memory(driver, exact, found), _takes_rotations(driver, exact, found)
+    exact, bare = (build(moved, layout, c, Dropouts())[0].eval() for c in (core, replace(core, mask=None)))
+    behaviour = Probe(driver, exact, bare, found.size).run()
+    as_it_is = exact_copy(module)
+    prove(Driver(as_it_is, driver.call), build(as_it_is, layout, core, Dropouts())[0].eval(), found, [])
+    error, compared, longest = prove(driver, exact, found, _lengths(module, hints, affines))
+    memory, memory_masks = _takes_memory(driver, exact, found, behaviour)
+    turning = _takes_rotations(driver, exact, found)
     layer, copied = build(module, layout, core, dropouts)
-    notes = list(_notes(hints, core, driver, dropouts, masks))
+    left_out = _left_out(module, layer, copied)
+    notes = list(_notes(hints, core, driver, dropouts, behaviour, left_out))
     if core.turn is not None and driver.call.form is not None:
         layer.positions, more = configured(core.turn, module)
         notes += more
-    layer.origin = Origin(
-        type(module).__name__, repr(layout), repr(core), tuple(map(str, masks.readers.values())), (*masks.differences, *notes),
-        max(error, masks.worst, found.error), compared + masks.compared, found.tried,
+    layer.origin = origin = Origin(
+        type(module).__name__, repr(layout), repr(core), tuple(map(str, behaviour.readers.values())),
+        (*behaviour.differences, *notes), max(error, behaviour.worst, found.error), compared + behaviour.compared, longest,
+        found.tried,
     )  # fmt: skip
-    return Reading(layer, copied, driver, exact, masks, found, dropouts, layer.origin, memory, turning)
+    return Reading(
+        layer, copied, driver, exact, behaviour, found, dropouts, origin, memory, memory_masks, turning, left_out
+    )  # fmt: skip
 
 
-def prove(driver: Driver, exact: MultiHeadAttention, found: Found) -> tuple[float, int]:
-    """The built layer against the module itself, both in float64; raises where they differ beyond rounding."""
-    worst, compared = 0.0, 0
-    for seed, (batch, tokens) in enumerate(((2, 5), (1, 11), (3, 2), (1, 1)), start=20):
+def prove(driver: Driver, exact: MultiHeadAttention, found: Found, lengths: list[int]) -> tuple[float, int, int]:
+    """The built layer against the module itself, both in float64; raises where they differ beyond rounding.
+
+    Returns the largest difference, the number of comparisons and the longest text.
+    """
+    worst, compared, longest = 0.0, 0, 0
+    for seed, (batch, tokens) in enumerate([(2, 5), (1, 11), (3, 2), (1, 1), *((1, n) for n in lengths)], start=20):
         given = driver.inputs(batch, tokens, seed=seed, size=found.size)
-        error = off(predict(exact, given, None), driver(given))
+        if tokens > 20:
+            if longest > 20:
+                break  # the longest text that it takes is enough
+            try:
+                truth = driver(given)
+            except Exception:  # too long for its tables
+                continue
+        else:
+            truth = driver(given)
+        error = off(predict(exact, given), truth)
         if error > CLOSE:
             raise AdoptionError(
                 f"the layer built from it differs by {error:.2g} of the largest value for {batch} texts of {tokens} tokens; "
                 f"what was found: {found.layout!r}; {found.core!r}"
             )
-        worst, compared = max(worst, error), compared + 1
-    return worst, compared
+        worst, compared, longest = max(worst, error), compared + 1, max(longest, tokens)
+    _prove_gradients(driver, exact, found)
+    return worst, compared, longest
 
 
-def _takes_memory(driver: Driver, exact: MultiHeadAttention, found: Found) -> bool:
-    """Whether keys and values may come from another text, by a parameter that the search left out."""
+def _prove_gradients(driver: Driver, exact: MultiHeadAttention, found: Found) -> None:
+    given = driver.inputs(2, 5, seed=40, size=found.size)
+    grads: list[dict[str, Tensor]] = []
+    for theirs in (True, False):
+        with torch.enable_grad():
+            leaves = {role: x.clone().requires_grad_() for role, x in given.items()}
+            try:
+                out = driver(leaves, grad=True) if theirs else predict(exact, leaves)
+                cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=out.dtype)
+                came = torch.autograd.grad(out, list(leaves.values()), cotangent, allow_unused=True, materialize_grads=True)
+            except RuntimeError:  # it keeps no graph, or breaks it in place
+                return
+        grads.append(dict(zip(leaves, came, strict=True)))
+    worst = max(off(grads[1][role], grads[0][role]) for role in given)
+    if worst > 1e-4:
+        raise AdoptionError(
+            f"the gradients into its inputs are others by {worst:.2g} of the largest, though its output is the same"
+        )
+
+
+def _lengths(module: nn.Module, hints: Hints, affines: list[Affine]) -> list[int]:
+    """Long texts to try, the longest first: past every number that could be a window, a table or a limit."""
+    widths = {n for a in affines for n in a.weight.shape}
+    sizes = {n for b in module.buffers() for n in b.shape}
+    numbers = {int(v) for _, v in hints.values if float(v).is_integer()} | sizes
+    limits = sorted(({n for n in numbers if 12 <= n <= LONGEST} - widths) | {LONG}, reverse=True)
+    return list(dict.fromkeys(n + more for n in limits for more in (9, 0)))
+
+
+def _left_out(module: nn.Module, layer: MultiHeadAttention, copied: list[Copied]) -> list[str]:
+    taken = {id(p) for p in layer.parameters()}
+    return [n for n, p in module.named_parameters() if id(p) not in taken and n not in {c.source for c in copied}]
+
+
+def _takes_memory(driver: Driver, exact: MultiHeadAttention, found: Found, behaviour: Behaviour) -> tuple[bool, bool]:
+    """Whether keys and values may come from another text, by a parameter that the search left out; and masks with that."""
     call = driver.call
-    if not call.takes("memory") or "memory" in call.fed or call.fed != ("query",) or exact.mask is not None:
-        return False
+    if "memory" in call.fed:
+        return True, True
+    if not call.takes("memory") or call.fed != ("query",) or exact.mask is not None:
+        return False, False
     other = Driver(driver.module, replace(call, fed=("query", "memory"), dims=(call.dims[0], exact.key_dim)))
     given = other.inputs(2, 5, 7, seed=9, size=found.size)
+    masks = True
     try:
-        return off(predict(exact, given, None), other(given)) <= CLOSE
-    except Exception:  # it does not take one after all
-        return False
+        if off(predict(exact, given), other(given)) > CLOSE:
+            return False, False
+        for name, reader in behaviour.readers.items():
+            for convention, shape in (
+                pair for several in reader.known.values() for pair in several if pair[0].read is not None
+            ):
+                allowed = next(a for s, a in patterns(2, exact.num_heads, 5, 7) if s is shape)
+                masks &= (
+                    off(predict(exact, given, shape.wrap(allowed)), other(given, {name: convention.write(allowed)})) <= CLOSE
+                )
+    except Exception:  # it does not take one after all, or no masks with it
+        return masks is not True, False
+    return True, masks
 
 
 def _takes_rotations(driver: Driver, exact: MultiHeadAttention, found: Found) -> Turning | None:
@@ -174,20 +251,29 @@ def _takes_rotations(driver: Driver, exact: MultiHeadAttention, found: Found) ->
     return None
 
 
-def _notes(hints: Hints, core: Core, driver: Driver, dropouts: Dropouts, masks: Masks) -> Iterator[str]:
-    if masks.takes_place:
+def _notes(
+    hints: Hints, core: Core, driver: Driver, dropouts: Dropouts, behaviour: Behaviour, left_out: list[str]
+) -> Iterator[str]:
+    if any(reader.takes_place for reader in behaviour.readers.values()):
         yield "a mask that is given takes the place of its own causal one; here both hold"
     windows = [w for w in hints.whole(r"^sliding_window$|^window$|^attention_window$|^local_window") if w]
     if windows and "Window" not in repr(core.mask) and driver.call.takes("mask"):
         yield f"its window of {windows[0]} is in the mask that its model makes; here pass mask=Causal() & Window({windows[0]})"
     if dropouts.unknown:
-        yield f"dropout that falls neither on the weights nor on the output was left out: {', '.join(dropouts.unknown)}"
+        yield f"in train() it does what was not understood and is left out here: {', '.join(dropouts.unknown)}"
+    if left_out:
+        yield f"parameters that change nothing were left out: {', '.join(left_out)}"
 
 
 def differing(a: Any, b: Any) -> float:
-    """The largest difference of two results, tensors within them compared in pairs, over the largest value."""
+    """The largest difference of two results, tensors within them compared in pairs, over the largest finite value."""
     worst = 0.0
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
-            worst = max(worst, off(x.detach().double(), y.detach().double()))
+            x, y = x.detach().double(), y.detach().double()
+            alike = (x == y) | (x.isnan() & y.isnan())
+            worst = max(
+                worst,
+                off(y.masked_fill(alike, 0.0), x.masked_fill(alike | ~x.isfinite(), 0.0)) if not bool(alike.all()) else 0.0,
+            )
     return worst

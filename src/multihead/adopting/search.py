@@ -22,8 +22,8 @@ from .layouts import Layout, layouts
 from .tables import first_angles, names, slopes
 
 CLOSE = 1e-5  # of the largest output: float32 inside a float64 copy gives 1e-7, a wrong hypothesis 1e-2 or more
-MOST = 20_000  # hypotheses
-MOST_OPEN = 3_000  # of one way to call it, with sinks, learned keys or gates, which no single token rules out
+MOST = 6_000  # hypotheses
+MOST_OPEN = 1_500  # of one way to call it, with sinks, learned keys or gates, which no single token rules out
 
 
 @dataclass

@@ -181,10 +181,10 @@ class Adopted(nn.Module):
         """The module's own mask as far as it holds beside those given, and as is_causal wants it."""
         if any(self.behaviour.readers[name].takes_place for name in given):
             return None
-        if causal is None:
+        if causal is None or (given and self.behaviour.unheard):
             return self.layer.mask
         meant = self.behaviour.causal.get(causal)
-        if meant is None or (given and meant != "own"):
+        if meant is None or given:
             raise RefusedError(self, f"is_causal={causal} came, and what it does with that was not understood")
         return {"own": self.layer.mask, "none": None, "causal": CAUSAL}[meant]
 
@@ -249,7 +249,7 @@ class Adopted(nn.Module):
         return next((given.pop(name) for name in self.call.named(role) if given.get(name) is not None), None)
 
     def _number(self) -> Any:
-        number = getattr(self.original, "layer_idx", None)
+        number = getattr(self.original, "layer_idx", getattr(self.original, "layer_id", None))
         if number is None:
             raise RefusedError(self, "a cache came, but it does not know its layer's number, layer_idx")
         return number

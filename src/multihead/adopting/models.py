@@ -156,10 +156,11 @@ OURS = (Adopted, MultiHeadAttention, MultiheadAttention)
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The innermost modules that look like attention by their names, or by what they hold; in the model's order."""
     found: dict[str, nn.Module] = {}
-    for path, module in reversed(named(model, repeated=True)):
+    places = dict(named(model, repeated=True))
+    for path, module in reversed(places.items()):
         if any(not path or inner.startswith(f"{path}.") for inner in found):
             continue
-        within_ours = any(isinstance(model.get_submodule(p), OURS) for p in _parents(path))
+        within_ours = any(isinstance(places[p], OURS) for p in _parents(path))
         if not within_ours and (isinstance(module, OURS) or looks_like_attention(module)):
             found[path] = module
     return [(path, module) for path, module in reversed(found.items()) if not isinstance(module, OURS)]
@@ -175,9 +176,7 @@ def looks_like_attention(module: nn.Module) -> bool:
     """Whether it holds a projection of queries or a fused one within reach, or says so and holds projections."""
     if isinstance(module, nn.MultiheadAttention):
         return True
-    names = [n for n, p in module.named_parameters() if p.ndim in (2, 3)] + [
-        n for n, sub in named(module) if not any(sub.children())
-    ]
+    names = [n for n, p in module.named_parameters() if p.ndim in (2, 3)] + [n for n, _ in named(module)]
     near = [n.removesuffix(".weight").lower() for n in names if n.count(".") <= 2]
     if any(PARTS.search(n) or FUSED.search(n) for n in near):
         return True

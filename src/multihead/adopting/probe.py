@@ -30,7 +30,8 @@ class Behaviour:
     together     whether two masks at once hold both
     free         whether there may be another number of keys than of queries
     bias         whether a parameter of that role is added to the scores, [batch | 1, heads, q, k]
-    causal       what is_causal=True and False stand for: "own" mask, "causal" or "none"
+    causal       what is_causal=True and False stand for where there is no mask: "own" mask, "causal" or "none"
+    unheard      whether is_causal is without effect where there is one
     harmless     arguments that change nothing
     differences  sentences: where the module's own code does something else than its arguments say
     worst        the largest difference of what agreed, over the largest value;  compared  how many calls agreed
@@ -41,6 +42,7 @@ class Behaviour:
     free: bool = False
     bias: bool = False
     causal: dict[bool, str] = field(default_factory=dict[bool, str])
+    unheard: bool = False
     harmless: set[str] = field(default_factory=set[str])
     differences: list[str] = field(default_factory=list[str])
     worst: float = 0.0
@@ -68,6 +70,7 @@ class Probe:
         self.found.together = self._together()
         self.found.bias = self._bias()
         self.found.causal = self._causal()
+        self.found.unheard = self._unheard()
         self.found.harmless = set(self._harmless())
         return self.found
 
@@ -125,6 +128,9 @@ class Probe:
             if convention is None or shape is None or convention.read is None:
                 return True
             allowed = next(a for s, a in patterns(BATCH, self.layer.num_heads, *tokens) if s is shape)
+            if extra:  # the second hides what the first does not
+                allowed = ~allowed
+                allowed[..., 0] = True
             extra[reader.parameter] = convention.write(allowed)
             both = shape.wrap(allowed) if both is None else both & shape.wrap(allowed)
         layer = self.bare if any(reader.takes_place for reader in readers) else self.layer
@@ -162,6 +168,19 @@ class Probe:
             if what is not None:
                 found[value] = what
         return found
+
+    def _unheard(self) -> bool:
+        """Whether is_causal changes nothing beside any of the masks."""
+        name = next(iter(self.driver.call.named("causal")), "is_causal")
+        given = self._inputs(BATCH, TOKENS, TOKENS)
+        for reader in self.found.readers.values():
+            for convention, shape in (several[0] for several in reader.known.values()):
+                allowed = next(a for s, a in patterns(BATCH, self.layer.num_heads, TOKENS, TOKENS) if s is shape)
+                extra = {reader.parameter: convention.write(allowed)}
+                alone, *both = (self._ask(given, extra | more) for more in ({}, {name: True}, {name: False}))
+                if alone is None or any(x is None or not torch.equal(x, alone) for x in both):
+                    return False
+        return True
 
     def _harmless(self) -> Iterator[str]:
         """Arguments that leave the result as it is, its shape included."""

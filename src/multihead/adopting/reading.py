@@ -102,6 +102,8 @@ def read(module: nn.Module) -> Reading:
         raise TypeError(f"from_module: needs an nn.Module; got a {type(module).__name__}")
     if isinstance(module, MultiHeadAttention):
         raise AdoptionError("from_module: it is a multihead.MultiHeadAttention already")
+    if "original" in vars(module):
+        raise AdoptionError("from_module: it has been adopted already; its layer is module.layer")
     try:
         with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
@@ -271,7 +273,7 @@ def differing(a: Any, b: Any) -> float:
     for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
             x, y = x.detach().double(), y.detach().double()
-            alike = (x == y) | (x.isnan() & y.isnan())
+            alike = (x == y) | x.isnan()  # where theirs is no number there is nothing to compare with
             worst = max(
                 worst,
                 off(y.masked_fill(alike, 0.0), x.masked_fill(alike | ~x.isfinite(), 0.0)) if not bool(alike.all()) else 0.0,

@@ -213,7 +213,8 @@ class Search:
         if call.form is not None:
             return [RoPE(dim=call.turned, layout=how) for how in both if call.turned <= layout.head_dim] + [None]
         found = [RoPE(theta, dim=dim, layout=how) for theta, dim in self._thetas(layout.head_dim) for how in both]
-        return [*found, None] if found else [None]
+        usual = [RoPE(dim=layout.head_dim, layout=how) for how in both] if layout.head_dim % 2 == 0 else []
+        return [*found, None] if found else [None, *usual]
 
     def _thetas(self, head_dim: int) -> Iterator[tuple[float, int]]:
         """(theta, turned features) as the module's own tables tell, or its numbers."""

@@ -26,14 +26,17 @@ CAUSAL = Causal()
 
 @dataclass(frozen=True)
 class Returns:
-    """What a module returns: the tree of its result, None for a bare tensor; each leaf's meaning, None for None."""
+    """What a module returns: the tree of its result (None: a bare tensor), each leaf by its meaning; flat: a plain tuple."""
 
     tree: Any
     leaves: tuple[str | None, ...]
+    flat: bool
 
     def make(self, found: dict[str | None, Any]) -> Any:
         leaves = [found.get(leaf) for leaf in self.leaves]
-        return leaves[0] if self.tree is None else pytree.tree_unflatten(leaves, self.tree)
+        if self.tree is None:
+            return leaves[0]
+        return tuple(leaves) if self.flat else pytree.tree_unflatten(leaves, self.tree)
 
 
 class RefusedError(TypeError):
@@ -385,7 +388,7 @@ def _returns(reading: Reading, driver: Driver, extra: dict[str, Any]) -> Returns
         named.append(cast(str, name))
     if "out" not in named:
         raise AdoptionError("its output was not found in what it returns")
-    return Returns(None if tree.is_leaf() else tree, tuple(named))
+    return Returns(None if tree.is_leaf() else tree, tuple(named), tree.type is tuple and tree.num_children == len(leaves))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import warnings
@@ -75,8 +76,15 @@ class Call:
     turned: int = 0
     out: int = 0
 
+    @functools.cached_property
+    def by_role(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, role in self.roles.items():
+            found.setdefault(role, []).append(name)
+        return found
+
     def named(self, role: str) -> list[str]:
-        return [name for name, found in self.roles.items() if found == role]
+        return self.by_role.get(role, [])
 
     def takes(self, role: str) -> bool:
         return bool(self.named(role))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch.autograd import forward_ad
 
 from ..masks import And, Causal, Frame, Mask, evaluate
 from ..masks.algebra import Position, extent
+from ..masks.tables import Table
 from .spec import Spec
 
 HALF = (torch.bfloat16, torch.float16)
@@ -197,13 +199,13 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
     parts, causal, seen = _parts(spec.mask, frame)
     if causal and spec.bias is None:
         return q, k, v, None, True, None
-    allowed, empty = evaluate(And(*parts), frame) if parts else frame.there(), None
+    allowed, empty = evaluate(parts[0] if len(parts) == 1 else And(*parts), frame) if parts else frame.there(), None
     if allowed is not None and not seen:
-        rows, columns = allowed.any(3, keepdim=True), allowed.any(2, keepdim=True).any(1, keepdim=True).mT
         look = q.is_cpu and not torch.compiler.is_compiling() and not any(map(_wrapped, (q, k, v, allowed)))
-        if not (look and (bool(columns.all()) or _finite(k, v))):
+        rows, columns, no_row, no_column = _gaps(allowed, parts, frame, look)
+        if not (look and (no_column or _finite(k, v))):
             k, v = k.masked_fill(~columns, 0.0), v.masked_fill(~columns, 0.0)
-        if not (look and bool(rows.all())):
+        if not no_row:
             empty = ~rows
             q, allowed = q.masked_fill(empty, 0.0), allowed | empty
     if spec.bias is not None:
@@ -212,6 +214,30 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
     if allowed is not None and allowed.shape[3] == 1:
         allowed = allowed.expand(-1, -1, -1, spec.kv_len).contiguous()  # CUDA wants its last axis whole
     return q, k, v, allowed, False, empty
+
+
+def _gaps(allowed: Tensor, parts: list[Mask], frame: Frame, look: bool) -> tuple[Tensor, Tensor, bool, bool]:
+    """Which rows see anything, which columns are seen by any, and whether all do and are, as far as one may look.
+
+    The layers of a model share one mask: what was seen of a caller's own tensor is kept as long as that is the same.
+    """
+    global _seen
+    part, at = parts[0] if parts else None, (frame.q_start, frame.k_start)
+    keeps = look and len(parts) == 1 and isinstance(part, Table) and not any(isinstance(x, Tensor) for x in at)
+    if not keeps or not isinstance(part, Table) or part.tensor.is_inference():
+        return _look(allowed, look)
+    key = type(part), part.absolute, at, part.tensor._version, allowed.shape  # pyright: ignore[reportPrivateUsage]
+    if _seen is None or _seen[0]() is not part.tensor or _seen[1] != key:
+        _seen = weakref.ref(part.tensor), key, _look(allowed, look)
+    return _seen[2]
+
+
+def _look(allowed: Tensor, look: bool) -> tuple[Tensor, Tensor, bool, bool]:
+    rows, columns = allowed.any(3, keepdim=True), allowed.any(2, keepdim=True).any(1, keepdim=True).mT
+    return rows, columns, look and bool(rows.all()), look and bool(columns.all())
+
+
+_seen: tuple[weakref.ref[Tensor], tuple[object, ...], tuple[Tensor, Tensor, bool, bool]] | None = None
 
 
 def _bias_dtype(spec: Spec) -> torch.dtype:

@@ -150,6 +150,19 @@ def test_arguments_that_matter_are_never_ignored():
     model[0](x, mask=None)
 
 
+class OwnTraining(Base):
+    def forward(self, x, training=False):
+        w = F.dropout(self.scores(x).softmax(-1), 0.5, training)
+        return self.o_proj((w @ self.heads(self.v_proj(x))).transpose(1, 2).flatten(2))
+
+
+def test_a_flag_of_its_own_for_training_is_not_ignored():
+    model, x = adopted(OwnTraining()), torch.randn(B, T, D)
+    model[0](x, training=False)
+    with pytest.raises(RefusedError, match="training was not understood"):
+        model[0](x, training=True)
+
+
 class BiasBeforeScale(Base):
     def forward(self, x, attn_bias=None):
         q, k = self.heads(self.q_proj(x)), self.heads(self.k_proj(x))
@@ -336,11 +349,24 @@ class LiteralDropout(Base):
         return self.o_proj((w @ self.heads(self.v_proj(x))).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("kind", [Window600, TopK])
-def test_what_shows_in_long_texts_only(kind):
-    model = adopted(kind())
+def test_what_shows_in_long_texts_only():
+    model = adopted(TopK())
     assert model.adoption.replaced == []
-    assert "for 1 texts of " in said(model)
+    assert "for 1 texts of 109 tokens" in said(model)
+
+
+def test_a_window_that_shows_in_long_texts_only():
+    module, x = Window600(), torch.randn(1, 700, D)
+    model = adopted(module)
+    assert model[0].layer.mask == mh.Causal() & mh.Window(600)
+    agrees(model, module, x)
+
+
+def test_a_window_beyond_every_proof_is_named():
+    module = Window600()
+    module.window_size = 5000
+    origin = adopted(module)[0].layer.origin
+    assert "5000 may be a window, and lies beyond the longest text that was compared" in origin.differences
 
 
 def test_what_shows_in_gradients_only():

@@ -43,8 +43,6 @@ SIDE: dict[str, Callable[[int], Any]] = {  # arguments that often change nothing
     "use_cache": lambda tokens: True,
     "output_attentions": lambda tokens: False,
     "output_hidden_states": lambda tokens: False,
-    "training": lambda tokens: False,
-    "deterministic": lambda tokens: True,
     "return_dict": lambda tokens: True,
     "layer_idx": lambda tokens: 1,
     "start_pos": lambda tokens: 3,

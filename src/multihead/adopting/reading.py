@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..layer import MultiHeadAttention
+from ..masks import Causal, Window
 from ..positions import RoPE
 from . import AdoptionError
 from .affine import Affine, exact_copy, find, perturbed
@@ -119,18 +120,19 @@ def _read(module: nn.Module) -> Reading:
     moved = perturbed(exact_copy(module))  # as it is, a zero or a one may hide what a parameter is for
     affines, hints = find(moved), Hints(module)
     found = Search(moved, affines, hints).run(drivers(moved, affines, hints))
-    driver, layout, core = found.driver, found.layout, found.core
+    driver, layout = found.driver, found.layout
     dropouts = find_dropouts(driver, layout)
+    core, (error, compared, longest) = _proven(moved, found, hints, _lengths(module, hints, affines))
     exact, bare = (build(moved, layout, c, Dropouts())[0].eval() for c in (core, replace(core, mask=None)))
     behaviour = Probe(driver, exact, bare, found.size).run()
     as_it_is = exact_copy(module)
     prove(Driver(as_it_is, driver.call), build(as_it_is, layout, core, Dropouts())[0].eval(), found, [])
-    error, compared, longest = prove(driver, exact, found, _lengths(module, hints, affines))
     memory, memory_masks = _takes_memory(driver, exact, found, behaviour)
     turning = _takes_rotations(driver, exact, found)
     layer, copied = build(module, layout, core, dropouts)
     left_out = _left_out(module, layer, copied)
     notes = list(_notes(hints, core, driver, dropouts, behaviour, left_out))
+    notes += [f"{w} may be a window, and lies beyond the longest text that was compared" for w in hints.windows if w > longest]
     if core.turn is not None and driver.call.form is not None:
         layer.positions, more = configured(core.turn, module)
         notes += more
@@ -142,6 +144,23 @@ def _read(module: nn.Module) -> Reading:
     return Reading(
         layer, copied, driver, exact, behaviour, found, dropouts, origin, memory, memory_masks, turning, left_out
     )  # fmt: skip
+
+
+def _proven(moved: nn.Module, found: Found, hints: Hints, lengths: list[int]) -> tuple[Core, tuple[float, int, int]]:
+    """What was found, or the same within a window that shows in long texts only; and its proof."""
+    cores = [found.core]
+    if found.core.mask is None or found.core.mask == Causal():
+        widths = [n for w in hints.windows for n in (w, w + 1) if w > 10]
+        shapes = [Causal() & Window(n) if found.core.mask is not None else Window(n, ahead=n - 1) for n in widths]
+        cores += [replace(found.core, mask=mask) for mask in shapes]
+    errors: list[AdoptionError] = []
+    for core in cores:
+        exact = build(moved, found.layout, core, Dropouts())[0].eval()
+        try:
+            return core, prove(found.driver, exact, found, lengths)
+        except AdoptionError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def prove(driver: Driver, exact: MultiHeadAttention, found: Found, lengths: list[int]) -> tuple[float, int, int]:

@@ -135,6 +135,13 @@ def test_a_million_tokens_lower_in_linear_time():
     assert min(times) < 0.2  # 0.03 s where nothing else runs
 
 
+def test_pairs_of_a_million_tokens_are_counted():
+    """A plan of such a call must not look at 10¹² pairs."""
+    tokens = 2**20
+    assert (mh.Causal() & mh.Window(4096)).pairs(tokens, tokens) == 4096 * tokens - 4096 * 4095 // 2
+    assert (mh.Causal() | mh.Prefix(7)).pairs(tokens, tokens) == tokens * (tokens + 1) // 2 + 21
+
+
 def test_algebra_of_intervals():
     a = Spans(torch.tensor([[[0, 5]]]), torch.tensor([[[2, 8]]]), 10)
     b = Spans(torch.tensor([[[1]]]), torch.tensor([[[6]]]), 10)

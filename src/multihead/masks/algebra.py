@@ -257,12 +257,17 @@ def evaluate(mask: Mask, frame: Frame) -> Tensor:
 
 
 def count(mask: Mask | None, frame: Frame) -> int:
-    """How many pairs of the frame are allowed, counted a few rows at a time: never an L×L tensor."""
+    """How many pairs of the frame are allowed: by intervals, or a few rows at a time, but never through an L×L tensor."""
+    from .blocks import split  # which knows every kind of mask
+
     there, total = frame.there(), 0
     if mask is None:
         keys = frame.batch * frame.kv_len if there is None else int(there.sum())
         return keys * frame.heads * frame.q_len
     mask.check(frame)
+    said, rest = split(mask, frame)
+    if rest is None and said is not None:
+        return int(said.pairs(frame.q_len).expand(frame.batch).sum()) * frame.heads
     batch, heads = extent(mask, frame) if frame.q_len and frame.kv_len else (1, 1)
     rows = max(1, 2**22 // max(batch * heads * frame.kv_len, 1))
     for first in range(0, frame.q_len, rows):

@@ -227,9 +227,8 @@ class RoPE(Positions):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The pairs (a, c) of x become (a cos − c sin, c cos + a sin)."""
-        if (
-            cos.ndim == x.ndim == 4
-        ):  # tokens outermost, as projections leave them: what SDPA makes of that merges without a copy
+        # Tokens outermost, as projections leave them: what SDPA makes of that merges without a copy.
+        if cos.ndim == x.ndim == 4 and x.shape[2] != 1:
             return self._rotate(x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)).transpose(1, 2)
         return self._rotate(x, cos, sin)
 

@@ -62,6 +62,9 @@ class Adopted(nn.Module):
         own["original"], own["copied"], own["call"] = original, reading.copied, reading.driver.call
         own["behaviour"], own["turning"], own["returns"] = reading.behaviour, reading.turning, returns
         own["memory"], own["memory_masks"], own["unknown"] = reading.memory, reading.memory_masks, reading.dropouts.unknown
+        own["number"] = next(
+            (n for n in (getattr(original, a, None) for a in ("layer_idx", "layer_id")) if n is not None), None
+        )
         own["dtype"], own["trial"] = next((p.dtype for p in original.parameters()), torch.float32), False
         for name, hooks in vars(original).items():  # one object, so that handles given out go on working
             if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
@@ -252,10 +255,9 @@ class Adopted(nn.Module):
         return next((given.pop(name) for name in self.call.named(role) if given.get(name) is not None), None)
 
     def _number(self) -> Any:
-        number = getattr(self.original, "layer_idx", getattr(self.original, "layer_id", None))
-        if number is None:
+        if self.number is None:
             raise RefusedError(self, "a cache came, but it does not know its layer's number, layer_idx")
-        return number
+        return self.number
 
     def _check_sources(
         self, query: Tensor, key: Tensor | None, cache: Any, masks: dict[str, Tensor], added: Tensor | None

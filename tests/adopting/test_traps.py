@@ -498,3 +498,12 @@ def test_reading_advances_no_generator():
     mh.from_module(module)
     assert torch.equal(torch.get_rng_state(), state)
     assert copy.deepcopy(module).training
+
+
+def test_an_example_that_the_model_itself_cannot_take_leaves_it_as_it_was():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 48, batch_first=True), 1).eval()
+    with pytest.raises((RuntimeError, AssertionError)):
+        mh.adopt(model, torch.randn(B, T, D + 1))
+    assert model.use_nested_tensor
+    assert not hasattr(model, "adoption")
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention

@@ -15,8 +15,8 @@ from ..layer import MultiHeadAttention
 from ..masks import Causal, Mask
 from . import AdoptionError
 from .build import Copied, WithLearnedKeys
-from .conventions import patterns
-from .drive import Call, Driver
+from .conventions import pattern
+from .drive import Call, Driver, sources
 from .reading import Reading
 from .search import CLOSE, off
 
@@ -218,15 +218,13 @@ class Adopted(nn.Module):
         self._nothing_left(given)
         self._check_sources(query, key, cache, masks, added)
         if not (masks or returns_bias) and cache is handed is added is causal is None:
-            found = layer(query, key, value, return_weights=weights)
-            return {"out": found} if isinstance(found, Tensor) else {"out": found[0], "weights": found[1]}
+            return _found(layer(query, key, value, return_weights=weights))
         if isinstance(layer, WithLearnedKeys):
             if cache is not None or handed is not None or added is not None:
                 raise RefusedError(self, "has learned keys, which take no cache, rotations or bias")
             source = query if key is None else key
             mask, bias = self._masks(masks, (query.shape[0], layer.num_heads, query.shape[1], source.shape[1]))
-            found = layer(query, key, value, mask=mask, bias=bias, return_weights=weights)
-            return {"out": found} if isinstance(found, Tensor) else {"out": found[0], "weights": found[1]}
+            return _found(layer(query, key, value, mask=mask, bias=bias, return_weights=weights))
         start = 0 if cache is None else _length(cache, self._number(), key is not None)
         q, k, v = self._projected(query, key, value, cache, handed, start)
         T, S = q.shape[2], k.shape[2]
@@ -241,15 +239,14 @@ class Adopted(nn.Module):
             added = positions.bias(at[start : start + T] if key is None else at[:T], at[key_start : key_start + S])
         if added is not None:
             bias = added if bias is None else added + bias
-        result = attention(
+        found = _found(attention(
             q, k, v, mask=mask, bias=bias, scale=layer.scale, dropout=layer.dropout if layer.training else 0.0,
             softcap=layer.softcap, sinks=layer.sinks, start=start if placed else None, key_start=key_start if placed else 0,
             return_weights=weights,
-        )  # fmt: skip
-        out, more = (result, {}) if isinstance(result, Tensor) else (result[0], {"weights": result[1]})
+        ))  # fmt: skip
         if returns_bias:
-            more["bias"] = q.new_zeros(1, q.shape[1], T, S) if added is None else added
-        return {"out": layer.merge(out, query), **more}
+            found["bias"] = q.new_zeros(1, q.shape[1], T, S) if added is None else added
+        return found | {"out": layer.merge(found["out"], query)}
 
     def _one(self, given: dict[str, Any], role: str) -> Any:
         return next((given.pop(name) for name in self.call.named(role) if given.get(name) is not None), None)
@@ -328,6 +325,10 @@ def _update(cache: Any, k: Tensor, v: Tensor, index: Any, cross: bool) -> tuple[
     return cache.update(k, v, index)
 
 
+def _found(result: Tensor | tuple[Tensor, ...]) -> dict[str | None, Any]:
+    return {"out": result} if isinstance(result, Tensor) else {"out": result[0], "weights": result[1]}
+
+
 def _short(x: Any) -> str:
     return f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{x!r:.40}"
 
@@ -369,10 +370,8 @@ def what_returns(reading: Reading) -> dict[bool | None, Returns]:
 def _returns(reading: Reading, driver: Driver, extra: dict[str, Any]) -> Returns:
     given = driver.inputs(2, 5, seed=10, size=reading.found.size)
     leaves, tree = pytree.tree_flatten(driver.run(given, extra))
-    query = given["query"]
-    key = given.get("key", given.get("memory", query))
     with torch.no_grad():
-        out, weights = reading.exact(query, key, given.get("value", given.get("memory", key)), return_weights=True)
+        out, weights = reading.exact(*sources(given), return_weights=True)
         out = out if driver.call.batch_first else out.transpose(0, 1)
         positions = reading.exact.positions
         at = torch.arange(5)
@@ -407,7 +406,7 @@ def _prove(reading: Reading, returns: dict[bool | None, Returns]) -> None:
     calls += [{name: flag} for name in driver.call.named("weights") for flag in (False, True) if flag in returns]
     for name, reader in reading.behaviour.readers.items():
         for convention, shape in (several[0] for several in reader.known.values()):
-            allowed = next(a for s, a in patterns(2, reading.exact.num_heads, 6, 6) if s is shape)
+            allowed = pattern(shape, 2, reading.exact.num_heads, 6, 6)
             calls.append({name: convention.write(allowed)})
     for seed, extra in enumerate(calls, start=30):
         given = driver.inputs(2, 6, seed=seed, size=reading.found.size)

@@ -15,7 +15,7 @@ from ..layer import MultiHeadAttention
 from ..masks import Allowed, Mask
 from . import AdoptionError
 from .affine import Affine, Place
-from .core import Core
+from .core import Core, learned_places
 from .dropouts import Dropouts
 from .layouts import Layout, Rows
 
@@ -177,7 +177,5 @@ class WithLearnedKeys(MultiHeadAttention):
 def _learn(layer: MultiHeadAttention, module: nn.Module, names: tuple[str, str], layout: Layout, copied: list[Copied]) -> None:
     for attribute, name, size in zip(("learned_key", "learned_value"), names, (layout.head_dim, layout.v_dim), strict=True):
         p = module.get_parameter(name)
-        index = torch.arange(p.numel()).view(p.shape)
-        if not (p.ndim == 3 and p.shape[0] == layout.kv_heads and p.shape[2] == size):
-            index = index.reshape(-1, layout.kv_heads, size).transpose(0, 1)
-        setattr(layer, attribute, _parameter(module, attribute, (name, index), copied))
+        places = learned_places(p, layout, size)
+        setattr(layer, attribute, _parameter(module, attribute, (name, places), copied))

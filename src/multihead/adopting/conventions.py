@@ -169,6 +169,11 @@ def _fits(given: Tensor, sizes: tuple[int, ...]) -> bool:
     return given.ndim == len(sizes) and all(n in (1, m) for n, m in zip(given.shape, sizes, strict=True))
 
 
+def pattern(shape: Shape, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    """The pattern of one shape."""
+    return next(allowed for other, allowed in patterns(batch, heads, q_len, kv_len) if other is shape)
+
+
 def patterns(batch: int, heads: int, q_len: int, kv_len: int) -> Iterator[tuple[Shape, Tensor]]:
     """For every shape a random pattern of what may attend; every query sees the first key, no pattern is all true."""
     random = torch.Generator().manual_seed(11)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from ..attend import attention
 from ..masks import Mask
 from ..positions import Positions, RoPE
 from .affine import Affine
+from .drive import sources
 from .layouts import Layout
 
 
@@ -47,13 +47,9 @@ class Core:
         return ", ".join(said) or "nothing unusual"
 
 
-def compute(
-    module: nn.Module, layout: Layout, core: Core, given: dict[str, Tensor], mask: Mask | None = None, weights: bool = False
-) -> Any:
-    """The output (with weights: and these) that a hypothesis predicts, by the reference kernel."""
-    query = given["query"]
-    key = given.get("key", given.get("memory", query))
-    value = given.get("value", given.get("memory", key))
+def compute(module: nn.Module, layout: Layout, core: Core, given: dict[str, Tensor]) -> Tensor:
+    """The output that a hypothesis predicts, by the reference kernel."""
+    query, key, value = sources(given)
     q, k, v = layout.project(query, key, value)
     if core.norms is not None:
         q, k = (module.get_submodule(n)(x) for n, x in zip(core.norms, (q, k), strict=True))
@@ -62,53 +58,31 @@ def compute(
     bias = None
     if core.bias is not None:
         bias = core.bias.bias(torch.arange(q.shape[2]) + k.shape[2] - q.shape[2], torch.arange(k.shape[2]))
-    own = core.mask if mask is None else mask if core.mask is None else core.mask & mask
     sinks = None if core.sinks is None else sink_logits(module, core.sinks, layout.heads)
     if core.learned is not None:
-        return _with_learned(module, layout, core, q, k, v, own, bias, sinks)
-    found = attention(
-        q,
-        k,
-        v,
-        mask=own,
-        bias=bias,
-        scale=core.scale,
-        softcap=core.softcap,
-        sinks=sinks,
-        return_weights=weights,
-        kernel="reference",
-    )
-    out, w = (found, None) if isinstance(found, Tensor) else found
-    out = _gated(layout, core, out, query)
-    return (out, w) if weights else out
-
-
-def _gated(layout: Layout, core: Core, out: Tensor, query: Tensor) -> Tensor:
+        if core.mask is not None or bias is not None:  # the search tries learned keys alone
+            return torch.full((q.shape[0], q.shape[2], 1), math.nan, dtype=q.dtype)
+        k, v = (torch.cat([x, _learned(module, name, layout, x)], 2) for x, name in zip((k, v), core.learned, strict=True))
+    out = attention(
+        q, k, v, mask=core.mask, bias=bias, scale=core.scale, softcap=core.softcap, sinks=sinks, kernel="reference"
+    )  # fmt: skip
     if core.gate is not None:
         out = out * layout.split(torch.sigmoid(core.gate(query)), layout.heads)
     return layout.merge(out)
 
 
-def _with_learned(
-    module: nn.Module, layout: Layout, core: Core, q: Tensor, k: Tensor, v: Tensor,
-    mask: Mask | None, bias: Tensor | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    if mask is not None or bias is not None or core.learned is None:
-        return torch.full((q.shape[0], q.shape[2], 1), math.nan, dtype=q.dtype)  # the search tries learned keys alone
-    extra_k, extra_v = (
-        learned(module, n, layout, size) for n, size in zip(core.learned, (layout.head_dim, layout.v_dim), strict=True)
-    )
-    k, v = (torch.cat([x, e.expand(x.shape[0], -1, -1, -1)], 2) for x, e in ((k, extra_k), (v, extra_v)))
-    out = attention(q, k, v, scale=core.scale, softcap=core.softcap, sinks=sinks, kernel="reference")
-    return layout.merge(out)
-
-
-def learned(module: nn.Module, name: str, layout: Layout, size: int) -> Tensor:
-    """A parameter of learned keys or values as [1, kv_heads, n, size]."""
+def _learned(module: nn.Module, name: str, layout: Layout, x: Tensor) -> Tensor:
+    """A parameter of learned keys or values as [batch, kv_heads, n, size], behind x."""
     p = module.get_parameter(name)
+    return p.flatten()[learned_places(p, layout, x.shape[3])].expand(x.shape[0], -1, -1, -1)
+
+
+def learned_places(p: Tensor, layout: Layout, size: int) -> Tensor:
+    """[kv_heads, n, size]: where in the parameter each number of the learned keys or values stands."""
+    index = torch.arange(p.numel()).view(p.shape)
     if p.ndim == 3 and p.shape[0] == layout.kv_heads and p.shape[2] == size:
-        return p[None]
-    return p.reshape(-1, layout.kv_heads, size).transpose(0, 1)[None]
+        return index
+    return index.reshape(-1, layout.kv_heads, size).transpose(0, 1)
 
 
 def sink_logits(module: nn.Module, name: str, heads: int) -> Tensor:

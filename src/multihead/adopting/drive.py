@@ -88,6 +88,13 @@ class Call:
         return bool(self.named(role))
 
 
+def sources(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of tensors by role: a memory is both, and what is not there is what stands before it."""
+    query = given["query"]
+    key = given.get("key", given.get("memory", query))
+    return query, key, given.get("value", given.get("memory", key))
+
+
 class Driver:
     """Runs an exact copy of a module as `call` says; tensors are [batch, tokens, dim] whatever the module wants."""
 

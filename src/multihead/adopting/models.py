@@ -63,14 +63,19 @@ def replace_all(model: Model, example: Any = None) -> Model:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"adopt: needs an nn.Module; got a {type(model).__name__}")
     _refuse_nested(model)
-    before = None if example is None else _results(model, example)
+    try:
+        before = None if example is None else _results(model, example)
+    except Exception:
+        put_back(model)
+        raise
     adoption, made = Adoption(), dict[int, nn.Module]()
     for path, module in list(candidates(model)):
         if id(module) not in made:
             try:
                 made[id(module)], said = _replacement(model, module)
-            except (AdoptionError, RefusedError) as error:
+            except Exception as error:  # one odd layer leaves the others
                 why = str(error).partition("cannot be adopted: ")[2] or str(error)
+                why = why if isinstance(error, AdoptionError | RefusedError) else f"{type(error).__name__}: {why}"
                 adoption.rows.append(Row(path, type(module).__name__, False, why))
                 continue
         else:

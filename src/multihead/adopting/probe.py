@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from ..layer import MultiHeadAttention
 from ..masks import Allowed, Causal, Mask, ValidLens
 from .affine import exact_copy
-from .conventions import CONVENTIONS, Convention, Reader, Shape, patterns, soft
-from .drive import SIDE, Driver
+from .conventions import CONVENTIONS, Convention, Reader, Shape, pattern, patterns, soft
+from .drive import SIDE, Driver, sources
 from .search import CLOSE, off
 
 BATCH, TOKENS, KEYS = 2, 5, 7
@@ -127,7 +127,7 @@ class Probe:
             )
             if convention is None or shape is None or convention.read is None:
                 return True
-            allowed = next(a for s, a in patterns(BATCH, self.layer.num_heads, *tokens) if s is shape)
+            allowed = pattern(shape, BATCH, self.layer.num_heads, *tokens)
             if extra:  # the second hides what the first does not
                 allowed = ~allowed
                 allowed[..., 0] = True
@@ -175,7 +175,7 @@ class Probe:
         given = self._inputs(BATCH, TOKENS, TOKENS)
         for reader in self.found.readers.values():
             for convention, shape in (several[0] for several in reader.known.values()):
-                allowed = next(a for s, a in patterns(BATCH, self.layer.num_heads, TOKENS, TOKENS) if s is shape)
+                allowed = pattern(shape, BATCH, self.layer.num_heads, TOKENS, TOKENS)
                 extra = {reader.parameter: convention.write(allowed)}
                 alone, *both = (self._ask(given, extra | more) for more in ({}, {name: True}, {name: False}))
                 if alone is None or any(x is None or not torch.equal(x, alone) for x in both):
@@ -214,8 +214,7 @@ class Probe:
 
     def _mean(self, given: dict[str, Tensor]) -> Tensor:
         """What equal weights give to the first text."""
-        value = given.get("value", given.get("memory", given.get("key", given["query"]))).double()
-        heads = self.layer.value(value)[0].mean(0).view(1, self.layer.kv_heads, 1, -1)
+        heads = self.layer.value(sources(given)[2].double())[0].mean(0).view(1, self.layer.kv_heads, 1, -1)
         heads = heads.repeat_interleave(self.layer.num_heads // self.layer.kv_heads, 1)
         return self.layer.merge(heads, given["query"][:1, :1].double())[0, 0]
 
@@ -241,7 +240,7 @@ class Probe:
         convention, shape = next(known, (None, None))
         if convention is None or shape is None:
             return
-        allowed = next(a for s, a in patterns(BATCH, self.layer.num_heads, TOKENS, TOKENS) if s is shape)
+        allowed = pattern(shape, BATCH, self.layer.num_heads, TOKENS, TOKENS)
         half = Driver(exact_copy(self.driver.module).half(), self.driver.call)
         given = {role: x.half() for role, x in self._inputs(BATCH, TOKENS, TOKENS).items()}
         try:
@@ -291,9 +290,7 @@ def predict(
     layer: MultiHeadAttention, given: dict[str, Tensor], mask: Mask | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """What the layer gives for tensors by role."""
-    query = given["query"]
-    key = given.get("key", given.get("memory", query))
-    value = given.get("value", given.get("memory", key))
+    query, key, value = sources(given)
     long = query.shape[1] > 64
     return layer(query, key, value, mask=mask, bias=bias, kernel="auto" if long else "reference")
 

@@ -18,7 +18,7 @@ from ..positions import RoPE
 from . import AdoptionError
 from .affine import Affine, exact_copy, find, perturbed
 from .build import Copied, build
-from .conventions import patterns
+from .conventions import pattern
 from .core import Core
 from .drive import Driver, drivers
 from .dropouts import Dropouts, find_dropouts
@@ -131,8 +131,7 @@ def _read(module: nn.Module) -> Reading:
     turning = _takes_rotations(driver, exact, found)
     layer, copied = build(module, layout, core, dropouts)
     left_out = _left_out(module, layer, copied)
-    notes = list(_notes(hints, core, driver, dropouts, behaviour, left_out))
-    notes += [f"{w} may be a window, and lies beyond the longest text that was compared" for w in hints.windows if w > longest]
+    notes = list(_notes(hints, core, driver, dropouts, behaviour, left_out, longest))
     if core.turn is not None and driver.call.form is not None:
         layer.positions, more = configured(core.turn, module)
         notes += more
@@ -242,7 +241,7 @@ def _takes_memory(driver: Driver, exact: MultiHeadAttention, found: Found, behav
             for convention, shape in (
                 pair for several in reader.known.values() for pair in several if pair[0].read is not None
             ):
-                allowed = next(a for s, a in patterns(2, exact.num_heads, 5, 7) if s is shape)
+                allowed = pattern(shape, 2, exact.num_heads, 5, 7)
                 masks &= (
                     off(predict(exact, given, shape.wrap(allowed)), other(given, {name: convention.write(allowed)})) <= CLOSE
                 )
@@ -273,7 +272,13 @@ def _takes_rotations(driver: Driver, exact: MultiHeadAttention, found: Found) ->
 
 
 def _notes(
-    hints: Hints, core: Core, driver: Driver, dropouts: Dropouts, behaviour: Behaviour, left_out: list[str]
+    hints: Hints,
+    core: Core,
+    driver: Driver,
+    dropouts: Dropouts,
+    behaviour: Behaviour,
+    left_out: list[str],
+    longest: int,
 ) -> Iterator[str]:
     if any(reader.takes_place for reader in behaviour.readers.values()):
         yield "a mask that is given takes the place of its own causal one; here both hold"
@@ -284,6 +289,9 @@ def _notes(
         yield f"in train() it does what was not understood and is left out here: {', '.join(dropouts.unknown)}"
     if left_out:
         yield f"parameters that change nothing were left out: {', '.join(left_out)}"
+    for width in hints.windows:
+        if width > longest:
+            yield f"{width} may be a window, and lies beyond the longest text that was compared"
 
 
 def differing(a: Any, b: Any) -> float:

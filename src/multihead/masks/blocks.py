@@ -124,18 +124,12 @@ def _spans(mask: Mask, frame: Frame) -> Spans | None:
     return None
 
 
-@_spans.register
-def _(mask: And, frame: Frame) -> Spans | None:
+@_spans.register(And)
+@_spans.register(Or)
+def _(mask: And | Or, frame: Frame) -> Spans | None:
     found = [_spans(part, frame) for part in mask.parts]
     known = [x for x in found if x is not None]
-    return functools.reduce(lambda a, b: a & b, known) if len(known) == len(found) else None
-
-
-@_spans.register
-def _(mask: Or, frame: Frame) -> Spans | None:
-    found = [_spans(part, frame) for part in mask.parts]
-    known = [x for x in found if x is not None]
-    return functools.reduce(lambda a, b: a | b, known) if len(known) == len(found) else None
+    return functools.reduce(type(mask).join, known) if len(known) == len(found) else None
 
 
 @_spans.register
@@ -201,7 +195,7 @@ def _(mask: Documents, frame: Frame) -> Spans | None:
     edges = at.new_full((ids.shape[0], runs + 1), tokens)  # where each run begins, and one past the last
     edges.scatter_(1, torch.where(first, index, runs).long(), torch.where(first, at[:-1], tokens))
     if mask.queries is not None:
-        return _of_queries(mask.queries.to(frame.device), ids, first, edges, frame)
+        return _of_queries(mask.queries.to(frame.device), ids, first, index, edges, frame)
     q = frame.q.flatten(1, 2).squeeze(-1).clamp(0, max(tokens - 1, 0)).expand(ids.shape[0] if frame.q.shape[0] == 1 else -1, -1)
     whose = ids.expand(q.shape[0], -1)
     mine = index.expand(q.shape[0], -1).gather(1, q)
@@ -211,11 +205,10 @@ def _(mask: Documents, frame: Frame) -> Spans | None:
     return _between(frame, start, end.masked_fill(hidden, -1))
 
 
-def _of_queries(queries: Tensor, ids: Tensor, first: Tensor, edges: Tensor, frame: Frame) -> Spans | None:
+def _of_queries(queries: Tensor, ids: Tensor, first: Tensor, index: Tensor, edges: Tensor, frame: Frame) -> Spans | None:
     """Queries with ids of their own: each looks for the run of its id."""
     B = max(ids.shape[0], queries.shape[0])
     names = torch.full_like(edges, -2, dtype=ids.dtype)
-    index = first.to(torch.int32).cumsum(1, dtype=torch.int32) - 1
     names.scatter_(1, torch.where(first, index, edges.shape[1] - 1).long(), torch.where(first, ids, -2))
     order = names.argsort(dim=1)
     place = torch.searchsorted(names.gather(1, order).expand(B, -1).contiguous(), queries.expand(B, -1).contiguous())

@@ -176,7 +176,8 @@ def test_readme_examples_run_and_print_what_they_say(name, capsys):
     for code, printed in found:
         exec(compile(code, name, "exec"), space)
         out = capsys.readouterr().out
-        assert out == printed, f"{name} says {printed!r}, the code prints {out!r}"
+        wanted = ".*".join(map(re.escape, printed.split("…")))  # … stands for what differs between machines
+        assert re.fullmatch(wanted, out), f"{name} says {printed!r}, the code prints {out!r}"
 
 
 def test_both_readmes_have_the_same_parts():

@@ -1,10 +1,13 @@
 """plan() says what attention() does: the kernel, the work left, the memory, each other kernel's reason."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
 import multihead as mh
-from multihead.kernels import fused, reference
+from multihead.kernels import fused, products, reference, tiles
 from multihead.plan import KERNELS, choose
 from multihead.testing import Sizes, make
 from tests.common import B, H, S, T
@@ -14,23 +17,113 @@ def test_plan_says_which_and_why_not():
     q, k, v = make()
     plan = mh.plan(q, k, v, mask=mh.Causal())
     assert plan.kernel == "fused"
-    assert plan.refusals == {"reference": "keeps L×L scores and weights"}
+    assert plan.refusals["reference"] == "keeps L×L scores and weights"
+    assert plan.refusals["blocked"].startswith("could do this call, and is expected to take")
     assert (plan.pairs, plan.allowed) == (B * H * T * S, B * H * int(mh.Causal().dense(T, S).sum()))
     assert plan.share == plan.allowed / plan.pairs
     plan = mh.plan(q, k, v, softcap=3.0)
-    assert (plan.kernel, plan.refusals) == ("reference", {"fused": "SDPA has no softcap"})
+    assert (plan.kernel, plan.refusals["fused"]) == ("reference", "SDPA has no softcap")
+    assert plan.refusals["blocked"] == "could do this call, but the definition is done sooner for so few pairs"
     plan = mh.plan(q, k, v, kernel="reference")
-    assert plan.refusals == {"fused": "could do this call, but another was asked for"}
+    assert plan.refusals == dict.fromkeys(("fused", "blocked"), "could do this call, but another was asked for")
 
 
-def test_print():
+def test_print(torchs_products):
     q, k, v = make(Sizes(q_len=2000, kv_len=2000))
-    assert str(mh.plan(q, k, v, mask=mh.Causal(), dropout=0.1)) == (
-        "kernel      reference\n"
-        "pairs       24,012,000 of 48,000,000 (50.0%) may attend\n"
-        "L×L memory  549 MiB\n"
-        "not fused   on CPU, SDPA with dropout falls to an L×L path of its own"
+    plan = mh.plan(q, k, v, mask=mh.Window(100), dropout=0.1)
+    assert str(plan) == (
+        "kernel         blocked\n"
+        f"pairs          2,340,600 of 48,000,000 (4.9%) may attend; {plan.computed / 48e6:.1%} are computed\n"
+        f"work           {plan.flops / 1e6:.3g} MFLOP, 4 MiB at least to be moved\n"
+        f"memory         {plan.peak_bytes / 2**20:.0f} MiB at once, 0 B of it L×L\n"
+        "products       torch in float32, as asked\n"
+        "not fused      on CPU, SDPA with dropout falls to an L×L path of its own\n"
+        "not reference  keeps L×L scores and weights\n"
+        'note           second derivatives and forward-mode AD need kernel="reference"'
     )
+    assert 2_340_600 < plan.computed < 3 * 2_340_600
+    assert plan.flops == 2 * plan.computed * (q.shape[3] + v.shape[3])
+    assert plan.bytes == sum(x.nbytes for x in (q, k, v)) + B * H * 2000 * v.shape[3] * 4
+
+
+@pytest.fixture
+def torchs_products():
+    """A plan that is the same on every machine."""
+    before = products.use("torch")
+    yield
+    products.use(before)
+
+
+@pytest.mark.parametrize("mask", [None, mh.Window(64), mh.Causal()], ids=repr)
+def test_peak_memory_is_what_a_call_takes(mask, torchs_products):
+    """Within a factor: resident memory of a fresh process grows by no more than the plan says, and by a fair part of it."""
+    import subprocess
+    import sys
+
+    code = f"""
+import torch, multihead as mh
+from multihead.kernels import products
+products.use("torch")
+q = torch.randn(1, 8, 4096, 64)
+mask = {mask!r}
+mask = None if mask is None else eval("mh." + repr(mask)) if isinstance(mask, str) else mask
+read = lambda key: int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1]) * 1024
+mh.attention(q[:, :, :64], q[:, :, :64], q[:, :, :64], mask=mask, kernel="blocked")
+open("/proc/self/clear_refs", "w").write("5")
+before = read("VmRSS")
+mh.attention(q, q, q, mask=mask, kernel="blocked")
+print(read("VmHWM") - before, mh.plan(q, q, q, mask=mask, kernel="blocked").peak_bytes)
+""".replace("mask = None\n", "mask = None\n").replace(f"mask = {mask!r}", f"mask = {'None' if mask is None else 'mh.' + repr(mask)}")
+    code = "\n".join(line for line in code.splitlines() if "isinstance" not in line)
+    took, said = map(int, subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    assert said / 4 < took < 2 * said + 16 * 2**20
+
+
+@pytest.mark.parametrize("mask", [None, mh.Causal(), mh.Window(32)], ids=repr)
+def test_the_sooner_kernel_is_taken(mask, monkeypatch):
+    """By what this machine was measured to do: each kernel is chosen where the other is slow."""
+    q = torch.randn(1, 8, 1024, 64)
+    measured = products.speed(torch.float32)
+    for factor, kernel in ((100.0, "blocked"), (0.01, "fused")):
+        monkeypatch.setattr(products, "speed", lambda dtype, f=factor: dataclasses.replace(measured, fused=measured.fused * f))
+        tiles._kept.clear()
+        plan = mh.plan(q, q, q, mask=mask)
+        assert plan.kernel == kernel
+        other = {"blocked": "fused", "fused": "blocked"}[kernel]
+        assert re.fullmatch(r"could do this call, and is expected to take [\d.]+ × the time", plan.refusals[other])
+
+
+def test_plans_of_a_model():
+    """Every call, in its order, with the short ways left aside; nothing is collected outside."""
+    layer = mh.MultiHeadAttention(16, 2, mask=mh.Causal())
+    x = torch.randn(1, 5, 16)
+    with mh.plans() as seen:
+        y = layer(x)
+        mh.attention(x[None], x[None], x[None])
+        with mh.plans() as inner:
+            layer(x, mask=mh.Lengths([3]), kernel="reference")
+    assert torch.equal(y, layer(x))
+    assert [p.kernel for p in seen] == ["fused", "fused", "reference"]
+    assert [p.allowed for p in seen] == [30, 25, 24]
+    assert seen[2:] == inner
+    with pytest.raises(ValueError, match="no kernel 'other'"), mh.plans() as seen:
+        layer(x, kernel="other")
+    assert seen == []
+
+
+def test_deterministic_mode_is_honoured():
+    """Two runs give the same bits, forward and backward, and torch's mode is refused nothing."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        for options in ({}, {"mask": mh.Window(9)}, {"dropout": 0.2, "seed": 4}, {"bias": torch.randn(1, 1, 1, 300)}):
+            results = []
+            for _ in range(2):
+                q, k, v = make(Sizes(q_len=300, kv_len=300), requires_grad=True)
+                out = mh.attention(q, k, v, **options)
+                results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +183,7 @@ def test_a_warning_points_at_the_callers_line():
         lambda: layer(torch.zeros(1, 3000, 8)),
     )
     for call in calls:
-        with pytest.warns(mh.QuadraticMemoryWarning) as found:
+        with pytest.warns(mh.QuadraticMemoryWarning) as found, torch.autograd.forward_ad.dual_level():
             call()
         assert found[0].filename == __file__
 

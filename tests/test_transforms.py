@@ -46,7 +46,7 @@ def _clean():
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_compile_fullgraph(name, grad):
-    layer, x = build(name), torch.randn(2, 5, D, requires_grad=grad)
+    layer, x = build(name).double(), torch.randn(2, 5, D, dtype=torch.float64, requires_grad=grad)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.set_grad_enabled(grad):
         torch.testing.assert_close(compiled(x), layer(x))

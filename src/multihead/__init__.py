@@ -25,6 +25,7 @@ from .masks import Window as Window
 from .plan import Plan as Plan
 from .plan import QuadraticMemoryWarning as QuadraticMemoryWarning
 from .plan import plan as plan
+from .plan import plans as plans
 from .positions import ALiBi as ALiBi
 from .positions import RelativeBias as RelativeBias
 from .positions import RoPE as RoPE
@@ -35,6 +36,7 @@ __all__ = [
     "MultiHeadAttention",
     "attention",
     "plan",
+    "plans",
     "Plan",
     "QuadraticMemoryWarning",
     "Mask",

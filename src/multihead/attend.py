@@ -8,11 +8,12 @@ from typing import Literal, overload
 from torch import Tensor
 
 from .kernels import reference
-from .kernels.fused import quick, step, suits, whole
+from .kernels.fused import brief, quick, step, suits, whole
+from .kernels.linear import linear
 from .kernels.spec import Spec, autocast, autocasts, unbatched
 from .masks import Causal, Mask
 from .masks.algebra import Position
-from .plan import choose
+from .plan import choose, listening
 
 
 @overload
@@ -76,6 +77,7 @@ def attention(
         and softcap is None
         and sinks is None
         and (scale is None or (type(scale) is float and 0 < scale < math.inf))
+        and not listening()
     ):
         out = quick(q, k, v, mask, scale, start, key_start)
         if out is not None:
@@ -102,4 +104,4 @@ def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec, kernel: str, return_weights
     return (*found, reference.weights(q, k, spec)) if return_weights else found
 
 
-__all__ = ["attention", "step", "suits", "whole"]
+__all__ = ["attention", "brief", "linear", "step", "suits", "whole"]

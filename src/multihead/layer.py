@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .attend import attention, step, suits, whole
+from .attend import attention, brief, linear, step, suits, whole
 from .cache import KVCache
 from .kernels.spec import autocasts, check_bias, check_numbers
 from .masks import And, Causal, Mask, Window
+from .plan import listening
 from .positions import Positions
 
 
@@ -245,9 +246,11 @@ class MultiHeadAttention(nn.Module):
             or (cache is None and self._window is not None)
             or (cache is not None and (T != 1 or cache.window != self._window or torch.is_grad_enabled()))
             or not suits(x, D)
+            or (cache is None and not brief(x, B * H * T * T, 2 * D))
+            or listening()
         ):
             return None
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k, v = linear(self.query, x), linear(self.key, x), linear(self.value, x)
         if cache is None:
             q, k, v = _split(q, D), _split(k, D), _split(v, D)
         elif q.shape[2] != H * D:  # a part of the heads, as tensor parallelism leaves them
@@ -261,7 +264,7 @@ class MultiHeadAttention(nn.Module):
             q, k = positions.turn(q if cache is None else q.view(B, H, 1, D), k, at, at)
             q = q if cache is None else q.reshape(B, G, H // G, D)
         if cache is None:
-            return self.out(whole(q, k, v, self._mask is not None, self.scale).transpose(1, 2).flatten(2))
+            return linear(self.out, whole(q, k, v, self._mask is not None, self.scale).transpose(1, 2).flatten(2))
         found = cache.push(k, v, (B, G, D, D))
         return None if found is None else self.out(step(q, found[0], found[1], self.scale, found[2]).view(B, 1, H * D))
 
@@ -281,7 +284,8 @@ class MultiHeadAttention(nn.Module):
         if not fits:
             raise self._misfit(query, key, value)
         D, E = self.head_dim, self.value_head_dim
-        q, k, v = _split(self.query(query), D), _split(self.key(key), D), _split(self.value(value), E)
+        q, k, v = linear(self.query, query), linear(self.key, key), linear(self.value, value)
+        q, k, v = _split(q, D), _split(k, D), _split(v, E)
         if self.query_norm is not None:
             q, k = self._normalise(q, k, v)
         return q, k, v, own
@@ -290,8 +294,8 @@ class MultiHeadAttention(nn.Module):
         """[batch, heads, tokens, value_head_dim] → [batch, tokens, out_dim]"""
         out = out.transpose(1, 2).flatten(2)
         if self.gate is not None:
-            out = out * torch.sigmoid(self.gate(query))
-        out = self.out(out)
+            out = out * torch.sigmoid(linear(self.gate, query))
+        out = linear(self.out, out)
         return F.dropout(out, self.out_dropout, self.training) if self.out_dropout else out
 
     def _turn(

@@ -1,22 +1,25 @@
-"""Which kernel runs, and why not the others."""
+"""Which kernel runs, how much work the mask leaves it, and why not the others."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from .kernels import fused, reference
-from .kernels.spec import Spec, autocast, autocasts, unbatched
-from .masks import Frame, Mask
+from .kernels import blocked, fused, products, reference
+from .kernels.spec import Spec, autocast, autocasts, cpu_frame, unbatched
+from .masks import Causal, Mask, Where
 from .masks.algebra import Position, count
 
-KERNELS: dict[str, ModuleType] = {"fused": fused, "reference": reference}  # "auto" takes the first that does not refuse
+KERNELS: dict[str, ModuleType] = {"fused": fused, "blocked": blocked, "reference": reference}
 QUIET = 16 * 2**20  # L×L tensors of up to this many bytes trouble no one; above it, "auto" says that it needs them
+SMALL = 2**15  # pairs up to which the definition is done before another kernel has begun
 
 
 class QuadraticMemoryWarning(UserWarning):
@@ -25,10 +28,12 @@ class QuadraticMemoryWarning(UserWarning):
 
 def choose(spec: Spec, kernel: str = "auto") -> ModuleType:
     """The kernel to run. Raises where the one asked for cannot do the call; warns where "auto" must use O(L²) memory."""
+    if _listening:
+        _tell(spec, kernel)
     if kernel != "auto":
         _require(spec, kernel)
         return KERNELS[kernel]
-    module = fused if fused.refuses(spec) is None else reference
+    module = KERNELS[_auto(spec)]
     if torch.compiler.is_compiling():  # a size compared here would become a guard of the graph
         return module
     square = module is reference or spec.mask is not None or spec.bias is not None or spec.ragged
@@ -38,6 +43,42 @@ def choose(spec: Spec, kernel: str = "auto") -> ModuleType:
     return module
 
 
+def _auto(spec: Spec) -> str:
+    """The kernel that "auto" takes: torch's own, unless ours can do what it cannot or is expected to be done sooner."""
+    fusable = fused.refuses(spec) is None
+    if spec.device.type in ("cpu", "meta") and _ours(spec, fusable):
+        return "blocked"
+    return "fused" if fusable else "reference"
+
+
+def _ours(spec: Spec, fusable: bool) -> bool:
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting() and _worth_an_operator(spec, fusable)
+    if not fusable:
+        return spec.pairs > SMALL and blocked.refuses(spec) is None
+    if spec.pairs * (spec.head_dim + spec.v_dim) * 1e-11 < fused.SOON or spec.q_len <= fused.FOLD:
+        return False
+    return blocked.refuses(spec) is None and blocked.seconds(spec) < fused.seconds(spec)
+
+
+def _worth_an_operator(spec: Spec, fusable: bool) -> bool:
+    """In a compiled graph, where sizes may not be asked: what torch's own kernel cannot do, or does at the price of all pairs.
+
+    An exported graph keeps to torch's operators, so that it runs where this package is not.
+    """
+    if any(isinstance(part, Where) for part in _parts(spec.mask)) or blocked.refuses(spec) is not None:
+        return False
+    return not fusable or any(part.by_query and not isinstance(part, Causal) for part in _parts(spec.mask))
+
+
+def _parts(mask: Mask | None) -> list[Mask]:
+    """The masks of which a mask is made."""
+    if mask is None:
+        return []
+    inner = [*getattr(mask, "parts", []), *([mask.mask] if hasattr(mask, "mask") else [])]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    return [x for part in inner for x in _parts(part)] or [mask]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a call would do.
@@ -45,7 +86,12 @@ class Plan:
     kernel           the kernel that would run
     refusals         every other kernel, with the reason why it was passed over
     pairs, allowed   all (query, key) pairs of the call, and how many the mask leaves
+    computed         how many the kernel computes: those allowed, and what shares a block with them
+    flops            multiplications and additions of a forward
+    bytes            the least that a forward must move: q, k, v and the output
+    peak_bytes       what a forward holds at once beside its arguments
     quadratic_bytes  bytes of the L×L tensors the kernel needs; 0 where memory grows with L
+    products         which library multiplies matrices, where the kernel chooses
     notes            what this kernel promises less than the reference
     """
 
@@ -53,7 +99,12 @@ class Plan:
     refusals: dict[str, str]
     pairs: int
     allowed: int
+    computed: int
+    flops: int
+    bytes: int
+    peak_bytes: int
     quadratic_bytes: int
+    products: str = ""
     notes: list[str] = field(default_factory=list[str])
 
     @property
@@ -62,10 +113,13 @@ class Plan:
         return self.allowed / self.pairs if self.pairs else 0.0
 
     def __str__(self) -> str:
+        done = self.computed / self.pairs if self.pairs else 0.0
         rows = [
             ("kernel", self.kernel),
-            ("pairs", f"{self.allowed:,} of {self.pairs:,} ({self.share:.1%}) may attend"),
-            ("L×L memory", _bytes(self.quadratic_bytes)),
+            ("pairs", f"{self.allowed:,} of {self.pairs:,} ({self.share:.1%}) may attend; {done:.1%} are computed"),
+            ("work", f"{_metric(self.flops)}FLOP, {_bytes(self.bytes)} at least to be moved"),
+            ("memory", f"{_bytes(self.peak_bytes)} at once, {_bytes(self.quadratic_bytes)} of it L×L"),
+            *([("products", self.products)] if self.products else []),
             *((f"not {name}", reason) for name, reason in self.refusals.items()),
             *(("note", note) for note in self.notes),
         ]
@@ -106,29 +160,67 @@ def plan(
 def explain(spec: Spec, kernel: str = "auto", return_weights: bool = False) -> Plan:
     """The plan of a checked call."""
     reasons: dict[str, str | None] = {name: module.refuses(spec) for name, module in KERNELS.items()}
-    if kernel == "auto":
-        kernel = next(name for name, reason in reasons.items() if reason is None)
-    else:
+    asked = kernel != "auto"
+    if asked:
         _require(spec, kernel)
-    others = {name: reason or _unneeded(name, kernel) for name, reason in reasons.items() if name != kernel}
-    notes: list[str] = []
-    if kernel != "reference" and spec.mask is not None:
-        notes.append("NaN or inf in a key hidden from only some queries can reach their gradients (IEEE: 0 · NaN is NaN)")
-    if kernel != "reference":
-        notes.append('second derivatives and forward-mode AD need kernel="reference"')
-    quadratic = KERNELS[kernel].quadratic_bytes(spec)
+    else:
+        kernel = _auto(spec)
+    module = KERNELS[kernel]
+    others = {name: reason or _unneeded(name, kernel, spec, asked) for name, reason in reasons.items() if name != kernel}
+    quadratic, notes = module.quadratic_bytes(spec), _notes(kernel, spec)
     if return_weights:
         quadratic += reference.quadratic_bytes(spec) if kernel != "reference" else 0
         notes.append("the weights are L×L, computed beside the output")
-    return Plan(kernel, others, spec.pairs, count(spec.mask, _here(spec)), quadratic, notes)
+    done = module.computed(spec)
+    return Plan(
+        kernel, others, spec.pairs, count(spec.mask, cpu_frame(spec)), done, 2 * done * (spec.head_dim + spec.v_dim), spec.bytes,
+        module.peak_bytes(spec) + quadratic - module.quadratic_bytes(spec), quadratic,
+        products.describe(spec.dtype) if kernel == "blocked" else "", notes,
+    )  # fmt: skip
 
 
-def _here(spec: Spec) -> Frame:
-    """The frame to count in: where the mask's numbers are, if the call itself has none."""
-    frame = spec.frame
-    if spec.device.type == "meta":
-        frame.device = torch.device("cpu")
-    return frame
+def _notes(kernel: str, spec: Spec) -> list[str]:
+    notes: list[str] = []
+    if kernel == "fused" and spec.mask is not None:
+        notes.append("NaN or inf in a key hidden from only some queries can reach their gradients (IEEE: 0 · NaN is NaN)")
+    if kernel == "blocked" and products.computed_in(spec.dtype) == torch.bfloat16:
+        notes.append("scores are rounded to bfloat16 before the softmax, as by hand")
+    if kernel != "reference":
+        notes.append('second derivatives and forward-mode AD need kernel="reference"')
+    return notes
+
+
+# ---- listening ----------------------------------------------------------------------------------------------------------
+
+_listening: list[list[Plan]] = []
+
+
+@contextmanager
+def plans() -> Iterator[list[Plan]]:
+    """Collects the plan of every call made inside, in their order: `with plans() as seen: model(x)`.
+
+    Layers take their long way meanwhile, which computes the same; calls inside a compiled graph are planned when it is traced.
+    """
+    found: list[Plan] = []
+    _listening.append(found)
+    try:
+        yield found
+    finally:
+        _listening.remove(found)
+
+
+def listening() -> bool:
+    """Whether somebody collects plans, for which the short ways must be left."""
+    return bool(_listening)
+
+
+def _tell(spec: Spec, kernel: str) -> None:
+    made = explain(spec, kernel)
+    for found in _listening:
+        found.append(made)
+
+
+# ---- reasons ------------------------------------------------------------------------------------------------------------
 
 
 def _require(spec: Spec, kernel: str) -> None:
@@ -140,15 +232,22 @@ def _require(spec: Spec, kernel: str) -> None:
         raise ValueError(f'attention: kernel="{kernel}" cannot do this: {reason}; kernels that can here: {", ".join(able)}')
 
 
-def _unneeded(name: str, chosen: str) -> str:
-    if list(KERNELS).index(name) < list(KERNELS).index(chosen):
-        return "could do this call, but another was asked for"
-    return "keeps L×L scores and weights" if name == "reference" else "not needed"
+def _unneeded(name: str, chosen: str, spec: Spec, asked: bool) -> str:
+    if name == "reference":
+        return "keeps L×L scores and weights"
+    if chosen == "reference" and not asked:
+        return "could do this call, but the definition is done sooner for so few pairs"
+    if {name, chosen} == {"fused", "blocked"} and not asked and spec.device.type in ("cpu", "meta"):
+        ratio = KERNELS[name].seconds(spec) / max(KERNELS[chosen].seconds(spec), 1e-12)
+        return f"could do this call, and is expected to take {ratio:.1f} × the time"
+    return "could do this call, but another was asked for"
 
 
 def _warn(spec: Spec, module: ModuleType) -> None:
     name = module.__name__.rpartition(".")[2]
-    why = fused.refuses(spec) if module is reference else "SDPA takes such a mask or bias only as a dense tensor"
+    why = "SDPA takes such a mask or bias only as a dense tensor"
+    if module is reference:
+        why = "; ".join(reason for other in (fused, blocked) if (reason := other.refuses(spec)))
     warnings.warn(
         f'attention: "auto" runs kernel "{name}" with {_bytes(module.quadratic_bytes(spec))} of L×L tensors, because {why}; '
         "print(multihead.plan(…)) tells more",
@@ -171,6 +270,14 @@ def _bytes(n: float) -> str:
             return f"{n:.0f} {unit}"
         n /= 1024
     return f"{n:.1f} GiB"
+
+
+def _metric(n: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:,.3g} T"
 
 
 def _names(kernels: dict[str, ModuleType]) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,13 @@ from torch.autograd import forward_ad
 from ..masks import And, Causal, Frame, Mask, evaluate
 from ..masks.algebra import Position, extent
 from ..masks.tables import Table
-from .spec import Spec
+from . import products
+from .once import once
+from .spec import Spec, cpu_frame
 
 HALF = (torch.bfloat16, torch.float16)
 VECTOR = 16  # keys, at most, that a vector of torch's CPU kernel holds
+SOON = 1.5e-4  # seconds that a call takes at which nobody need look closer
 FOLD = 16  # up to this many queries, the heads of a kv group become rows of one product: no key is read twice
 
 
@@ -63,6 +65,28 @@ def quadratic_bytes(spec: Spec) -> int:
     batch, heads = max(bias[0], mask[0]), max(bias[1], mask[1])
     wide = spec.dtype if spec.bias is None else _bias_dtype(spec)
     return batch * heads * spec.q_len * spec.kv_len * (1 + wide.itemsize)
+
+
+def seconds(spec: Spec) -> float:
+    """What a forward is expected to take on a CPU: all pairs are computed, but for SDPA's own causal flag."""
+    full = spec.pairs * (spec.head_dim + spec.v_dim) * products.speed(spec.dtype).fused
+    if spec.mask is None and spec.bias is None and not spec.ragged:
+        return full
+    parts, causal, _ = _parts(spec.mask, cpu_frame(spec))
+    if causal and spec.bias is None:
+        return 0.6 * full
+    return full if not (parts or spec.bias is not None) else 1.15 * full
+
+
+def computed(spec: Spec) -> int:
+    """All pairs, hidden ones included; half of them under SDPA's own causal flag."""
+    causal = spec.mask is not None and spec.bias is None and _parts(spec.mask, cpu_frame(spec))[1]
+    return spec.pairs * (spec.q_len + 1) // (2 * spec.q_len) if causal else spec.pairs
+
+
+def peak_bytes(spec: Spec) -> int:
+    """What a forward holds at once beside its arguments, the blocks of torch's own kernel apart."""
+    return spec.out_bytes + quadratic_bytes(spec)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, None]:
@@ -136,6 +160,8 @@ def quick(
         return None
     try:
         if T == S and H == G and start is None and type(key_start) is int and key_start >= 0:
+            if not brief(q, B * H * T * S, 2 * D):
+                return None
             return _sdpa(q, k, v, None, mask is not None, scale, 0.0)
         if T != 1 or not G or H % G or type(key_start) is not int or key_start < 0:
             return None
@@ -144,6 +170,11 @@ def quick(
         return _sdpa(q.reshape(B, G, H // G, D), k, v, None, False, scale, 0.0).view(queries)
     except RuntimeError:  # what torch refuses, the long way can explain or do otherwise
         return None
+
+
+def brief(x: Tensor, pairs: int, dims: int) -> bool:
+    """Whether torch's kernel is done before another could be chosen; elsewhere than on a CPU there is none."""
+    return not x.is_cpu or pairs * dims * 1e-11 < SOON
 
 
 def suits(x: Tensor, head_dim: int) -> bool:
@@ -288,27 +319,4 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
 
 def _first_order_only(grads: tuple[Tensor | None, ...], _: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
     """A hook on SDPA's gradient: where it is recorded, it says in plain words that it cannot be differentiated again."""
-    if not torch.is_grad_enabled():
-        return None
-    refuse = cast(Callable[[Tensor], Tensor], _Refuse.apply)
-    return tuple(None if g is None else refuse(g) for g in grads)
-
-
-class _Refuse(torch.autograd.Function):
-    """The identity; differentiating it is the error."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError(
-            'attention: kernel="fused" can be differentiated once; for second derivatives write kernel="reference"'
-        )
+    return once("fused", grads) if torch.is_grad_enabled() else None

@@ -14,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks import evaluate
+from .dropping import kept
 from .spec import Spec, autocasts
-
-GOLDEN, ODD_B, ODD_H, ODD_Q, ODD_K = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1
-
 
 def refuses(spec: Spec) -> str | None:
     """Never: the definition covers every call."""
@@ -28,6 +26,16 @@ def refuses(spec: Spec) -> str | None:
 def quadratic_bytes(spec: Spec) -> int:
     """Scores, weights and what autograd keeps of them: about three L×L tensors."""
     return 3 * spec.pairs * _compute_dtype(spec.dtype).itemsize
+
+
+def computed(spec: Spec) -> int:
+    """All pairs, hidden ones included."""
+    return spec.pairs
+
+
+def peak_bytes(spec: Spec) -> int:
+    """What a forward holds at once beside its arguments."""
+    return spec.out_bytes + quadratic_bytes(spec)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
@@ -125,28 +133,7 @@ def _dropout(w: Tensor, spec: Spec) -> Tensor:
         return w
     if spec.seed is None:
         return F.dropout(w, spec.dropout)
+    if spec.dropout == 1.0:
+        return w * 0.0
     frame = spec.frame
-    keep = kept(spec.seed, spec.dropout, frame.b, frame.h, frame.q, frame.k)
-    return w * keep if spec.dropout == 1.0 else w * keep / (1.0 - spec.dropout)
-
-
-def kept(seed: int, dropout: float, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Which weights survive: a hash of (seed, batch, head, q, k), so that no tiling or sharding can change it.
-
-        row = mix(mix(seed) + b·c₁ + h·c₂ + q·c₃)     column = mix(k·c₄ + c₀)     kept ⇔ mix(row ⊕ column) ≥ dropout · 2³²
-
-    in 32-bit arithmetic, q and k being absolute positions; mix is the finaliser of MurmurHash3.
-    """
-    low, high = torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32)
-    start = _mix(_mix(low.to(q.device) + GOLDEN) + high.to(q.device))
-    row = _mix(_mix(start + b * ODD_B + h * ODD_H) + q * ODD_Q)
-    column = _mix(k * ODD_K + GOLDEN)
-    return _mix(row ^ column) >= round(dropout * 2**32)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finaliser on int64 tensors."""
-    x = x & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    return w * kept(spec.seed, spec.dropout, frame.b, frame.h, frame.q, frame.k) / (1.0 - spec.dropout)

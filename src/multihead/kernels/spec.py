@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -35,7 +36,7 @@ class Spec:
         bias: Tensor | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
-        seed: int | None = None,
+        seed: int | Tensor | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         want_lse: bool = False,
@@ -75,6 +76,12 @@ class Spec:
         elif key_start < 0:  # no key stands before 0: what a ragged cache says with a tensor
             self.key_start = torch.full((B,), key_start, device=device)
 
+    def with_tensors(self, bias: Tensor | None, sinks: Tensor | None) -> Spec:
+        """The same call with other tensors: what autograd keeps for backward, it hands back itself."""
+        other = copy.copy(self)
+        other.bias, other.sinks = bias, sinks
+        return other
+
     @property
     def frame(self) -> Frame:
         """Where the mask is looked at."""
@@ -94,9 +101,28 @@ class Spec:
         return isinstance(self.key_start, Tensor)
 
     @property
+    def out_bytes(self) -> int:
+        return self.batch * self.heads * self.q_len * self.v_dim * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """What must be moved at least: q, k, v read once, the output written once."""
+        q = self.batch * self.heads * self.q_len * self.head_dim
+        kv = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.v_dim)
+        return (q + kv) * self.dtype.itemsize + self.out_bytes
+
+    @property
     def pairs(self) -> int:
         """All (query, key) pairs, hidden ones included."""
         return self.batch * self.heads * self.q_len * self.kv_len
+
+
+def cpu_frame(spec: Spec) -> Frame:
+    """Where the mask is looked at on a CPU; of a call on the meta device, where the mask's own numbers are."""
+    frame = spec.frame
+    if spec.device.type == "meta":
+        frame.device = torch.device("cpu")
+    return frame
 
 
 def unbatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -214,9 +240,11 @@ def _check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
         )
 
 
-def _check_dropout(dropout: float, seed: int | None) -> None:
+def _check_dropout(dropout: float, seed: int | Tensor | None) -> None:
     if not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"attention: dropout is the probability to drop a weight, 0 … 1; it is {dropout!r}")
+    if isinstance(seed, Tensor) and seed.dtype == torch.int64 and not seed.ndim:  # drawn by a kernel itself
+        return
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"attention: seed must be a whole number, 0 … 2⁶³ − 1; it is {seed!r}")
 

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -115,6 +115,14 @@ class Mask:
         """The predicate over a whole frame: bool [batch|1, heads|1, q_len|1, kv_len|1]."""
         self.check(frame)
         return self.predicate(frame.b, frame.h, frame.q, frame.k, frame)
+
+    def part(self, frame: Frame, rows: slice, columns: slice) -> Tensor:
+        """The predicate for some queries and keys of a frame: bool [batch|1, heads|1, rows|1, columns|1]."""
+        return self.predicate(frame.b, frame.h, frame.q[:, :, rows], frame.k[..., columns], frame)
+
+    def form(self) -> object:
+        """All that makes the mask's value but for its tensors, of which it says where they stand; it can be hashed."""
+        return type(self).__name__, *(_form(getattr(self, n)) for n in self.tensors + self.options)
 
     def check(self, frame: Frame) -> None:
         """Raise if the mask's own sizes do not fit the frame."""
@@ -324,6 +332,9 @@ class _Several(Mask):
     def evaluate(self, frame: Frame) -> Tensor:
         return functools.reduce(type(self).join, [part.evaluate(frame) for part in self.parts])
 
+    def part(self, frame: Frame, rows: slice, columns: slice) -> Tensor:
+        return functools.reduce(type(self).join, [part.part(frame, rows, columns) for part in self.parts])
+
     def check(self, frame: Frame) -> None:
         for part in self.parts:
             part.check(frame)
@@ -419,6 +430,9 @@ class Not(Mask):
     def evaluate(self, frame: Frame) -> Tensor:
         return ~self.mask.evaluate(frame)
 
+    def part(self, frame: Frame, rows: slice, columns: slice) -> Tensor:
+        return ~self.mask.part(frame, rows, columns)
+
     def check(self, frame: Frame) -> None:
         self.mask.check(frame)
 
@@ -443,6 +457,14 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, _Several) else f"~{self.mask!r}"
+
+
+def _form(value: Any) -> object:
+    if isinstance(value, Mask):
+        return value.form()
+    if isinstance(value, list):
+        return tuple(_form(x) for x in cast("list[Any]", value))
+    return Tensor if isinstance(value, Tensor) else value
 
 
 def _join(kind: type[_Several], left: Mask, right: object) -> Mask:

@@ -42,6 +42,17 @@ class Table(Mask):
             return self.predicate(frame.b, frame.h, frame.q, frame.k, frame)
         return self.allows(columns(self.table, frame))
 
+    def part(self, frame: Frame, rows: slice, columns: slice) -> Tensor:
+        start = frame.q_start if self.absolute else 0
+        if isinstance(start, Tensor) or isinstance(frame.k_start, Tensor):
+            return super().part(frame, rows, columns)
+        table = self.table
+        if table.shape[2] > 1:
+            table = table[:, :, start + rows.start : start + rows.stop]
+        if table.shape[3] > 1:
+            table = table[..., frame.k_start + columns.start : frame.k_start + columns.stop]
+        return self.allows(table)
+
     def check(self, frame: Frame) -> None:
         name, shape, (B, H, T, S) = type(self).__name__, list(self.tensor.shape), self.table.shape
         check_batch(self, B, frame)

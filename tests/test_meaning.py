@@ -246,7 +246,9 @@ def test_scale(kernel, device, dtype):
 
 def dropping(kernel, q, k, v, **options):
     if kernel == "fused" and (q.device.type == "cpu" or "seed" in options or options["dropout"] == 1.0):
-        with pytest.raises(ValueError, match=r'kernel="fused" cannot do this: .*dropout.*kernels that can here: (blocked, )?reference'):
+        with pytest.raises(
+            ValueError, match=r'kernel="fused" cannot do this: .*dropout.*kernels that can here: (blocked, )?reference'
+        ):
             mh.attention(q, k, v, kernel=kernel, **options)
         pytest.skip("says that it cannot")
     return call(kernel, q, k, v, **options)
@@ -347,10 +349,13 @@ def test_a_kernel_that_cannot_says_why(device):
         able = "blocked, reference" if device == "cpu" else "reference"
         with pytest.raises(ValueError, match=f'kernel="fused" cannot do this: {why}; kernels that can here: {able}'):
             mh.attention(q, k, v, kernel="fused", **options)
-    with pytest.raises(ValueError, match='there is no kernel \'flash\'; the kernels are "auto", "fused", "blocked", "reference"'):
+    with pytest.raises(
+        ValueError, match='there is no kernel \'flash\'; the kernels are "auto", "fused", "blocked", "reference"'
+    ):
         mh.attention(q, k, v, kernel="flash")
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 def test_auto_warns_when_it_must_use_quadratic_memory(device):
     """On a CPU only where torch.func's transforms leave nothing else."""
     q = torch.zeros(1, 1, 3000, 8, device=device)

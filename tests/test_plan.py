@@ -34,7 +34,7 @@ def test_print(torchs_products):
     assert str(plan) == (
         "kernel         blocked\n"
         f"pairs          2,340,600 of 48,000,000 (4.9%) may attend; {plan.computed / 48e6:.1%} are computed\n"
-        f"work           {plan.flops / 1e6:.3g} MFLOP, 4 MiB at least to be moved\n"
+        f"work           {plan.flops / 1e6:.3g} MFLOP, 3 MiB at least to be moved\n"
         f"memory         {plan.peak_bytes / 2**20:.0f} MiB at once, 0 B of it L×L\n"
         "products       torch in float32, as asked\n"
         "not fused      on CPU, SDPA with dropout falls to an L×L path of its own\n"
@@ -73,9 +73,13 @@ open("/proc/self/clear_refs", "w").write("5")
 before = read("VmRSS")
 mh.attention(q, q, q, mask=mask, kernel="blocked")
 print(read("VmHWM") - before, mh.plan(q, q, q, mask=mask, kernel="blocked").peak_bytes)
-""".replace("mask = None\n", "mask = None\n").replace(f"mask = {mask!r}", f"mask = {'None' if mask is None else 'mh.' + repr(mask)}")
+""".replace("mask = None\n", "mask = None\n").replace(
+        f"mask = {mask!r}", f"mask = {'None' if mask is None else 'mh.' + repr(mask)}"
+    )
     code = "\n".join(line for line in code.splitlines() if "isinstance" not in line)
-    took, said = map(int, subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    took, said = map(
+        int, subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    )
     assert said / 4 < took < 2 * said + 16 * 2**20
 
 

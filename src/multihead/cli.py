@@ -1,4 +1,4 @@
-"""The command line: `multihead see [TEXT]`."""
+"""The command line: `multihead see [TEXT]`, `multihead plan …`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import locale
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
-from . import demo
+from . import demo, planning
 from .masks.algebra import Lang
 
 
@@ -23,14 +23,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     see.add_argument(
         "--lang", choices=("en", "zh"), help="language of the output (default: that of the text, or of the system)"
     )
+    planning.add_to(
+        commands.add_parser("plan", help="say which kernel a call would run, the work left, and why not the others")
+    )
     asked = parser.parse_args(arguments)
+    if asked.command == "plan":
+        return _print_or_say("plan", lambda: planning.show(asked))
     lang = cast(Lang, asked.lang or _language(asked.text or ""))
+    return _print_or_say("see", lambda: demo.see(demo.TEXTS[lang] if asked.text is None else asked.text, lang))
+
+
+def _print_or_say(command: str, make: Callable[[], str]) -> int:
+    """Prints what is made; what cannot be is one sentence and exit status 2."""
     try:
-        picture = demo.see(demo.TEXTS[lang] if asked.text is None else asked.text, lang)
-    except ValueError as error:
-        print(f"multihead see: {error}", file=sys.stderr)
+        text = make()
+    except (TypeError, ValueError) as error:
+        print(f"multihead {command}: {error}", file=sys.stderr)
         return 2
-    return _write(picture)
+    return _write(text)
 
 
 def _write(text: str) -> int:

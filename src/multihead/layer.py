@@ -98,14 +98,14 @@ class MultiHeadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Xavier-uniform q, k, v and gate, zero biases and sinks, as nn.MultiheadAttention begins."""
-        for linear in (self.query, self.key, self.value, self.out, self.gate):
-            if linear is not None:
-                if linear is self.out:
-                    linear.reset_parameters()
+        for part in (self.query, self.key, self.value, self.out, self.gate):
+            if part is not None:
+                if part is self.out:
+                    part.reset_parameters()
                 else:
-                    nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-                    nn.init.zeros_(linear.bias)
+                    nn.init.xavier_uniform_(part.weight)
+                if part.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                    nn.init.zeros_(part.bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
         for part in (self.query_norm, self.key_norm, self.positions):

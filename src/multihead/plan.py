@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -66,17 +66,10 @@ def _worth_an_operator(spec: Spec, fusable: bool) -> bool:
 
     An exported graph keeps to torch's operators, so that it runs where this package is not.
     """
-    if any(isinstance(part, Where) for part in _parts(spec.mask)) or blocked.refuses(spec) is not None:
+    atoms = [] if spec.mask is None else spec.mask.atoms()
+    if any(isinstance(atom, Where) for atom in atoms) or blocked.refuses(spec) is not None:
         return False
-    return not fusable or any(part.by_query and not isinstance(part, Causal) for part in _parts(spec.mask))
-
-
-def _parts(mask: Mask | None) -> list[Mask]:
-    """The masks of which a mask is made."""
-    if mask is None:
-        return []
-    inner = [*getattr(mask, "parts", []), *([mask.mask] if hasattr(mask, "mask") else [])]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-    return [x for part in inner for x in _parts(part)] or [mask]
+    return not fusable or any(atom.by_query and not isinstance(atom, Causal) for atom in atoms)
 
 
 @dataclass(frozen=True)
@@ -173,10 +166,18 @@ def explain(spec: Spec, kernel: str = "auto", return_weights: bool = False) -> P
         notes.append("the weights are L×L, computed beside the output")
     done = module.computed(spec)
     return Plan(
-        kernel, others, spec.pairs, count(spec.mask, cpu_frame(spec)), done, 2 * done * (spec.head_dim + spec.v_dim), spec.bytes,
-        module.peak_bytes(spec) + quadratic - module.quadratic_bytes(spec), quadratic,
-        products.describe(spec.dtype) if kernel == "blocked" else "", notes,
-    )  # fmt: skip
+        kernel=kernel,
+        refusals=others,
+        pairs=spec.pairs,
+        allowed=count(spec.mask, cpu_frame(spec)),
+        computed=done,
+        flops=2 * done * (spec.head_dim + spec.v_dim),
+        bytes=spec.bytes,
+        peak_bytes=module.peak_bytes(spec) + quadratic - module.quadratic_bytes(spec),
+        quadratic_bytes=quadratic,
+        products=products.describe(spec.dtype) if kernel == "blocked" else "",
+        notes=notes,
+    )
 
 
 def _notes(kernel: str, spec: Spec) -> list[str]:
@@ -196,7 +197,7 @@ _listening: list[list[Plan]] = []
 
 
 @contextmanager
-def plans() -> Iterator[list[Plan]]:
+def plans() -> Generator[list[Plan]]:
     """Collects the plan of every call made inside, in their order: `with plans() as seen: model(x)`.
 
     Layers take their long way meanwhile, which computes the same; calls inside a compiled graph are planned when it is traced.

@@ -55,13 +55,13 @@ def quadratic_bytes(spec: Spec) -> int:
     """The dense mask or bias handed to SDPA, which turns it into the dtype of q."""
     if spec.mask is None and spec.bias is None and not spec.ragged:
         return 0
-    parts, causal, _ = _parts(spec.mask, spec.frame)
+    parts, causal, _ = _parts(spec.mask, cpu_frame(spec))
     if causal or not (parts or spec.bias is not None):
         return 0
     bias = (1, 1, 1) if spec.bias is None else spec.bias.shape[:3]
     if bias[2] == 1 and not any(p.by_query for p in parts):
         return 0
-    mask = extent(And(*parts), spec.frame) if parts else (1, 1)
+    mask = extent(And(*parts), cpu_frame(spec)) if parts else (1, 1)
     batch, heads = max(bias[0], mask[0]), max(bias[1], mask[1])
     wide = spec.dtype if spec.bias is None else _bias_dtype(spec)
     return batch * heads * spec.q_len * spec.kv_len * (1 + wide.itemsize)

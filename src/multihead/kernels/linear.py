@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch as functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType]
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 from . import products
+from .spec import transformed
 
 LEAST = 2**20  # multiplications below which a choice costs more than it gains
 
@@ -45,7 +45,7 @@ def _plain(module: nn.Linear, x: Tensor) -> bool:
         and not (modules._global_backward_hooks or modules._global_backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
         and not torch.is_autocast_enabled("cpu")
         and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
-        and functorch.peek_interpreter_stack() is None  # pyright: ignore[reportUnknownMemberType]
+        and not transformed()
         and products.speed(torch.float32).library == "onednn"
     )
 

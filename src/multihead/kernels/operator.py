@@ -1,6 +1,7 @@
 """The kernel "blocked" as operators of torch, so that torch.compile and torch.export see one node and look no further.
 
-    multihead::blocked(q, k, v, …) → out, lse         multihead::blocked_backward(dout, dlse, q, k, v, …) → dq, dk, dv, dbias, dsinks
+    multihead::blocked(q, k, v, …) → out, lse
+    multihead::blocked_backward(dout, dlse, …, q, k, v, …) → dq, dk, dv, dbias, dsinks
 
 A mask travels as a text that names its kinds and options, and a list of its tensors.
 """
@@ -75,10 +76,10 @@ def _parsed(text: str) -> Any:
 def _built(value: Any, leaves: list[Tensor]) -> Any:
     if not isinstance(value, tuple):
         return value
-    name, inner = cast("tuple[str, Any]", value)
+    name, inner = cast("tuple[str, list[Any] | int]", value)
     if name == "#":
-        return leaves[inner]
-    parts = [_built(x, leaves) for x in inner]
+        return leaves[cast(int, inner)]
+    parts = [_built(x, leaves) for x in cast("list[Any]", inner)]
     if name == "[]":
         return parts
     kind = getattr(masks, name)
@@ -90,12 +91,8 @@ def _built(value: Any, leaves: list[Tensor]) -> Any:
 
 def _without_functions(mask: Mask, spec: Spec) -> Mask:
     """Where's function cannot be written down: the mask becomes the table that it makes."""
-    parts = [mask]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, Where):
-            return Allowed(evaluate(mask, spec.frame).expand(-1, -1, spec.q_len, spec.kv_len))
-        parts += [*getattr(part, "parts", []), *([part.mask] if hasattr(part, "mask") else [])]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    if any(isinstance(atom, Where) for atom in mask.atoms()):
+        return Allowed(evaluate(mask, spec.frame).expand(-1, -1, spec.q_len, spec.kv_len))
     return mask
 
 
@@ -120,10 +117,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 def _backward(dout: Tensor, dlse: Tensor | None, need_bias: bool, need_sinks: bool, *call: Any) -> tuple[Tensor, ...]:
     q, k, v = call[:3]
     found = blocked.backward(dout, dlse, q, k, v, _spec(*call), need_bias, need_sinks)
-    return tuple(q.new_empty(0) if x is None else x for x in found)
+    return tuple(cast(Tensor, q.new_empty(0)) if x is None else x for x in found)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    del k
     B, H, T, _ = q.shape
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((B, H, T) if rest[-1] else (0,), dtype=exact)

@@ -17,6 +17,7 @@ from ..masks import evaluate
 from .dropping import kept
 from .spec import Spec, autocasts
 
+
 def refuses(spec: Spec) -> str | None:
     """Never: the definition covers every call."""
     del spec

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType]
 
 from ..masks import Frame, Mask
 from ..masks.algebra import Position
@@ -118,11 +119,16 @@ class Spec:
 
 
 def cpu_frame(spec: Spec) -> Frame:
-    """Where the mask is looked at on a CPU; of a call on the meta device, where the mask's own numbers are."""
+    """Where the mask is looked at; of a call on a device that is not there, meta or a GPU to be planned for, on the CPU."""
     frame = spec.frame
-    if spec.device.type == "meta":
+    if spec.device.type == "meta" or (spec.device.type == "cuda" and not torch.cuda.is_available()):
         frame.device = torch.device("cpu")
     return frame
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work, inside which nobody can look at numbers."""
+    return functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportUnknownMemberType]
 
 
 def unbatched(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -12,12 +12,12 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..masks import Frame, Mask
+from ..masks import Mask
 from ..masks.blocks import Spans, split
 from . import products
 from .spec import Spec, cpu_frame
@@ -219,20 +219,22 @@ def _together(spec: Spec, entries: int, size: int) -> tuple[int, int]:
 
 def _tiles(said: Spans, rows: int, q_len: int) -> list[list[Tile]]:
     blocks = said.blocks(rows, q_len)
-    some, every = (list(zip(x.start.tolist(), x.end.tolist(), strict=True)) for x in (blocks.some, blocks.every))
     lists: list[list[Tile]] = []
-    for entry, ((starts, ends), (all_starts, all_ends)) in enumerate(zip(some, every, strict=True)):
+    for entry, (some, every) in enumerate(zip(_ranges(blocks.some), _ranges(blocks.every), strict=True)):
         tiles: list[Tile] = []
-        for i, ranges in enumerate(zip(starts, ends, all_starts, all_ends, strict=True)):
-            first, last = i * rows, min((i + 1) * rows, q_len)
-            columns = _merged(list(zip(ranges[0], ranges[1], strict=True)), GAP)
-            sure = _merged(list(zip(ranges[2], ranges[3], strict=True)), 0)
-            tile = Tile(first, last, columns)
+        for i, (seen, sure) in enumerate(zip(some, every, strict=True)):
+            columns, sure = _merged(seen, GAP), _merged(sure, 0)
+            tile = Tile(i * rows, min((i + 1) * rows, q_len), columns)
             if sum(b - a for a, b in sure) != tile.width:
                 _hide(tile, said, entry, _without(columns, sure))
             tiles.append(tile)
         lists.append(tiles)
     return lists
+
+
+def _ranges(spans: Spans) -> list[list[list[Range]]]:
+    """For each batch entry and block its intervals."""
+    return cast("list[list[list[Range]]]", torch.stack([spans.start, spans.end], -1).tolist())
 
 
 def _hide(tile: Tile, said: Spans, entry: int, unsure: list[Range]) -> None:
@@ -275,7 +277,7 @@ def _follows(run: Tile, tile: Tile) -> bool:
 def _merged(ranges: list[Range], gap: int) -> list[Range]:
     """Ascending and disjoint; what is less than `gap` apart becomes one."""
     found: list[Range] = []
-    for a, b in sorted(r for r in ranges if r[0] < r[1]):
+    for a, b in sorted((a, b) for a, b in ranges if a < b):
         if found and a <= found[-1][1] + gap:
             found[-1] = found[-1][0], max(b, found[-1][1])
         else:
@@ -349,9 +351,8 @@ class Looker:
         allowed may vary over batch entries and heads: [batch | 1, heads | 1, rows, columns]
         """
         spans = [rest.part(self.frame, slice(tile.first, tile.last), slice(a, b)) for a, b in tile.columns]
-        shape = torch.broadcast_shapes(*(x.shape[:2] for x in spans))
-        rows = tile.last - tile.first
-        parts = [x.expand(*shape, rows, b - a) for x, (a, b) in zip(spans, tile.columns, strict=True)]
+        batch, heads = (max(x.shape[i] for x in spans) for i in (0, 1))
+        parts = [x.expand(batch, heads, tile.rows, b - a) for x, (a, b) in zip(spans, tile.columns, strict=True)]
         allowed = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if tile.hidden:
             allowed = allowed.clone()

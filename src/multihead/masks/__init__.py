@@ -23,6 +23,7 @@ from .readers import from_triu as from_triu
 from .readers import from_zeros as from_zeros
 from .tables import Allowed as Allowed
 from .tables import Blocked as Blocked
+from .text import parse as parse
 
 __all__ = [
     "Mask",
@@ -48,4 +49,5 @@ __all__ = [
     "from_ones",
     "from_triu",
     "from_huggingface",
+    "parse",
 ]

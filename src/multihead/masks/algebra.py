@@ -120,6 +120,10 @@ class Mask:
         """The predicate for some queries and keys of a frame: bool [batch|1, heads|1, rows|1, columns|1]."""
         return self.predicate(frame.b, frame.h, frame.q[:, :, rows], frame.k[..., columns], frame)
 
+    def atoms(self) -> list[Mask]:
+        """The kinds of which the mask is made, itself if it is one."""
+        return [self]
+
     def form(self) -> object:
         """All that makes the mask's value but for its tensors, of which it says where they stand; it can be hashed."""
         return type(self).__name__, *(_form(getattr(self, n)) for n in self.tensors + self.options)
@@ -339,6 +343,9 @@ class _Several(Mask):
         for part in self.parts:
             part.check(frame)
 
+    def atoms(self) -> list[Mask]:
+        return [atom for part in self.parts for atom in part.atoms()]
+
     @property
     def batch(self) -> int:
         return max(part.batch for part in self.parts)
@@ -435,6 +442,9 @@ class Not(Mask):
 
     def check(self, frame: Frame) -> None:
         self.mask.check(frame)
+
+    def atoms(self) -> list[Mask]:
+        return self.mask.atoms()
 
     def __invert__(self) -> Mask:
         return self.mask

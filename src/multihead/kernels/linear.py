@@ -29,7 +29,7 @@ def linear(module: nn.Module, x: Tensor) -> Tensor:
 def _plain(module: nn.Linear, x: Tensor) -> bool:
     """Whether nothing is to happen but x · Wᵀ + b, with numbers that are there, and it is worth another library."""
     weight, bias = module.weight, cast("Tensor | None", module.bias)
-    return (
+    return bool(
         not torch.compiler.is_compiling()
         and x.numel() * weight.shape[0] >= LEAST
         and x.shape[-1] == weight.shape[1]
@@ -44,7 +44,7 @@ def _plain(module: nn.Linear, x: Tensor) -> bool:
         and not (modules._global_forward_hooks or modules._global_forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
         and not (modules._global_backward_hooks or modules._global_backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
         and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage, reportUnknownArgumentType]
         and not transformed()
         and products.speed(torch.float32).library == "onednn"
     )

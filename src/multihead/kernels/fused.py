@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch.autograd import forward_ad
 from ..masks import And, Causal, Frame, Mask, evaluate
 from ..masks.algebra import Position, extent
 from ..masks.tables import Table
+from .once import first_order_only
 from .spec import Spec
 
 HALF = (torch.bfloat16, torch.float16)
@@ -90,7 +90,7 @@ def _sdpa(
     if torch.compiler.is_compiling():
         return out
     if out.requires_grad and out.grad_fn is not None:
-        out.grad_fn.register_hook(_first_order_only)
+        out.grad_fn.register_hook(first_order_only("fused"))
     few = mask is None and k.shape[2] < VECTOR and q.is_cpu
     return _keep_nan(out, q, k) if few and not _wrapped(out) else out
 
@@ -281,34 +281,3 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
         R = 1
     shared = True if R > 1 else False  # noqa: SIM210 - torch wants a bool; in a traced graph R > 1 is a symbol
     return _sdpa(q, k, v, mask, causal, scale, spec.dropout, shared)
-
-
-# ---- what SDPA cannot say -------------------------------------------------------------------------------------------
-
-
-def _first_order_only(grads: tuple[Tensor | None, ...], _: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
-    """A hook on SDPA's gradient: where it is recorded, it says in plain words that it cannot be differentiated again."""
-    if not torch.is_grad_enabled():
-        return None
-    refuse = cast(Callable[[Tensor], Tensor], _Refuse.apply)
-    return tuple(None if g is None else refuse(g) for g in grads)
-
-
-class _Refuse(torch.autograd.Function):
-    """The identity; differentiating it is the error."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError(
-            'attention: kernel="fused" can be differentiated once; for second derivatives write kernel="reference"'
-        )

@@ -78,6 +78,8 @@ def test_refusal():
     assert refusal(vast, (2, 13)) is None  # cuDNN is left
     assert refusal(vast._replace(half=False), (2, 13)).startswith("SDPA's efficient kernel is wrong here: the offset of a row")
     assert refusal(vast._replace(half=False), (2, 15)) is None
+    assert refusal(vast._replace(dense=False, dropout=0.1), (2, 13)) is None  # flash and cuDNN are left
+    assert "2³² / kv_len" in refusal(vast._replace(dense=False, dropout=0.1, half=False), (2, 13))
     both = refusal(vast._replace(grad=True), (2, 13))
     assert "pytorch#196678" in both
     assert "pytorch#162588" in both

@@ -102,7 +102,7 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float, gqa: bool = False
 ) -> Tensor:  # fmt: skip
     """The call itself, its gradient marked as one that cannot be differentiated again."""
-    if q.is_cuda and (mask is not None or _oversized(q)):
+    if q.is_cuda and (mask is not None or dropout or _oversized(q)):
         out = _guarded(q, k, v, mask, causal, scale, dropout, gqa)
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)

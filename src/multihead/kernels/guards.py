@@ -143,9 +143,11 @@ def refusal(call: Call, version: Version | None = None) -> str | None:
     """Why SDPA has no fused kernel left for this call, in one sentence, or None."""
     if call.heads > GRID:
         return f"no kernel of SDPA takes more than {GRID:,} heads (pytorch#142228)"
-    left = {"CUDNN_ATTENTION", "EFFICIENT_ATTENTION"} if call.half else {"EFFICIENT_ATTENTION"}
+    left = {"EFFICIENT_ATTENTION"}
+    if call.half:
+        left |= {"CUDNN_ATTENTION"} if call.dense else {"CUDNN_ATTENTION", "FLASH_ATTENTION"}
     held = [guard for guard in holding(call, version) if guard.backend in left]
-    if not call.dense or left - {guard.backend for guard in held}:
+    if left - {guard.backend for guard in held}:
         return None
     return "; ".join(f"SDPA's {guard.kernel} kernel is wrong here: {guard.why} ({_thread(guard.url)})" for guard in held)
 
@@ -181,7 +183,6 @@ def _certain(call: Call, version: Version | None) -> list[Guard]:
     return holding(call, version, ("cuDNN",) if torch.compiler.is_compiling() else None)
 
 
-@torch.compiler.assume_constant_result
 def _enabled() -> tuple[str, ...]:
     """What the user has left switched on."""
     cuda = torch.backends.cuda
@@ -192,6 +193,10 @@ def _enabled() -> tuple[str, ...]:
         "MATH": cuda.math_sdp_enabled(),
     }
     return tuple(name for name, on in switches.items() if on)
+
+
+# Read while tracing, not traced: what torch.compiler.assume_constant_result says, but its import costs a second.
+_enabled._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _thread(url: str) -> str:

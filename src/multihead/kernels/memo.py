@@ -1,0 +1,60 @@
+"""What was worked out of a mask, kept as long as the mask is the same: the layers of a model share one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..masks import And, Mask, Not, Or, Where
+from ..masks.algebra import known
+from .spec import Spec
+
+T = TypeVar("T")
+
+
+class Last(Generic[T]):
+    """The last result only: a mask is the same if its kinds, options and tensors are, and no tensor was written to since."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[object, ...], list[weakref.ref[Tensor]], T] | None = None
+
+    def get(self, spec: Spec, make: Callable[[], T]) -> T:
+        tensors = leaves(spec)
+        if torch.compiler.is_compiling() or free(spec.mask) or any(x.is_inference() for x in tensors):
+            return make()
+        structure: Any = pytree.tree_structure(spec.mask)
+        positions = tuple(x if type(x) is int else None for x in (spec.start, spec.key_start))
+        sizes = spec.batch, spec.heads, spec.q_len, spec.kv_len, spec.device
+        key = structure, sizes, positions, spec.start is None, tuple(x._version for x in tensors)  # pyright: ignore[reportPrivateUsage]
+        if self._kept is None or self._kept[0] != key or any(a() is not b for a, b in zip(self._kept[1], tensors, strict=True)):
+            self._kept = key, [weakref.ref(x) for x in tensors], make()
+        return self._kept[2]
+
+
+def leaves(spec: Spec) -> list[Tensor]:
+    """The tensors on which it depends what a call's queries may see."""
+    positions = [x for x in (spec.start, spec.key_start) if isinstance(x, Tensor)]
+    return [*([] if spec.mask is None else spec.mask.leaves()), *positions]
+
+
+def on_host(spec: Spec) -> bool:
+    """Whether all of them can be read without waiting for a device."""
+    return all(known(x) is not None for x in leaves(spec))
+
+
+def free(mask: Mask | None) -> bool:
+    """Whether a function of the user's decides, which may look at anything: Where, or a kind that is not ours."""
+    if mask is None:
+        return False
+    found: list[object] = pytree.tree_leaves(mask)
+    return _asks(mask) or not all(leaf is None or isinstance(leaf, Tensor) for leaf in found)
+
+
+def _asks(mask: Mask) -> bool:
+    parts = mask.parts if isinstance(mask, And | Or) else [mask.mask] if isinstance(mask, Not) else []
+    return isinstance(mask, Where) or any(_asks(part) for part in parts)

@@ -32,6 +32,22 @@ def mark(out: Tensor, kernel: str) -> Tensor:
     return out
 
 
+def refuse(out: Tensor, kernel: str) -> Tensor:
+    """out, whose gradient cannot even be recorded: a compiled one overwrites what a second derivative would need."""
+
+    def hook(_: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(_sentence(kernel))
+
+    if out.requires_grad and out.grad_fn is not None:
+        out.grad_fn.register_prehook(hook)
+    return out
+
+
+def _sentence(kernel: str) -> str:
+    return f'attention: kernel="{kernel}" can be differentiated once; for second derivatives write kernel="reference"'
+
+
 class _Refuse(torch.autograd.Function):
     """The identity; differentiating it is the error."""
 
@@ -48,6 +64,4 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise NotImplementedError(
-            f'attention: kernel="{ctx.kernel}" can be differentiated once; for second derivatives write kernel="reference"'
-        )
+        raise NotImplementedError(_sentence(ctx.kernel))

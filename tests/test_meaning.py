@@ -28,11 +28,11 @@ def dtype(request):
 
 
 def call(kernel, q, k, v, **options):
-    """attention(), skipped where the kernel says that it cannot do this dtype here."""
+    """attention(), skipped where the kernel says that it cannot do this dtype here; those for CUDA refuse more."""
     try:
         return mh.attention(q, k, v, kernel=kernel, **options)
     except ValueError as error:
-        if "no fused float64 kernel" in str(error):
+        if "no fused float64 kernel" in str(error) or (kernel in ("packed", "flex") and "cannot do this" in str(error)):
             pytest.skip(str(error))
         raise
 
@@ -117,6 +117,7 @@ def test_window_counts_its_own_key(kernel, device, dtype):
 
 
 def test_masks_from_the_layer_and_from_the_call_both_hold(kernel, device):
+    call(kernel, *make(device=device))  # skips where the kernel cannot run at all
     layer = mh.MultiHeadAttention(12, 3, mask=mh.Causal(), device=device)
     x = torch.randn(2, 5, 12, device=device)
     weights = layer(x, mask=mh.Window(2), return_weights=True, kernel=kernel)[1]

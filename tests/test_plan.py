@@ -9,18 +9,20 @@ from multihead.plan import KERNELS, choose
 from multihead.testing import Sizes, make
 from tests.common import B, H, S, T
 
+ELSEWHERE = {"packed": "varlen attention runs on CUDA only", "flex": "FlexAttention is fused on CUDA only"}
+
 
 def test_plan_says_which_and_why_not():
     q, k, v = make()
     plan = mh.plan(q, k, v, mask=mh.Causal())
     assert plan.kernel == "fused"
-    assert plan.refusals == {"reference": "keeps L×L scores and weights"}
+    assert plan.refusals == {"reference": "keeps L×L scores and weights"} | ELSEWHERE
     assert (plan.pairs, plan.allowed) == (B * H * T * S, B * H * int(mh.Causal().dense(T, S).sum()))
     assert plan.share == plan.allowed / plan.pairs
     plan = mh.plan(q, k, v, softcap=3.0)
-    assert (plan.kernel, plan.refusals) == ("reference", {"fused": "SDPA has no softcap"})
+    assert (plan.kernel, plan.refusals) == ("reference", {"fused": "SDPA has no softcap"} | ELSEWHERE)
     plan = mh.plan(q, k, v, kernel="reference")
-    assert plan.refusals == {"fused": "could do this call, but another was asked for"}
+    assert plan.refusals == {"fused": "could do this call, but another was asked for"} | ELSEWHERE
 
 
 def test_print():
@@ -29,7 +31,9 @@ def test_print():
         "kernel      reference\n"
         "pairs       24,012,000 of 48,000,000 (50.0%) may attend\n"
         "L×L memory  549 MiB\n"
-        "not fused   on CPU, SDPA with dropout falls to an L×L path of its own"
+        "not fused   on CPU, SDPA with dropout falls to an L×L path of its own\n"
+        "not packed  varlen attention runs on CUDA only\n"
+        "not flex    FlexAttention is fused on CUDA only"
     )
 
 
@@ -129,7 +133,7 @@ def test_auto_takes_the_first_that_does_not_refuse():
     q, k, v = make()
     assert choose(Spec(q, k, v)) is fused
     assert choose(Spec(q, k, v, softcap=1.0)) is reference
-    assert list(KERNELS)[-1] == "reference"  # which never refuses
+    assert list(KERNELS)[:2] == ["fused", "reference"]  # which never refuses: what comes after it must be asked for
 
 
 @pytest.mark.parametrize("name", ["layer", "function"])

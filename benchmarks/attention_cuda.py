@@ -68,7 +68,8 @@ def both_ways(name: str, shape: tuple[int, ...], device: str, attends: dict[str,
 
 def ours(q: Tensor, k: Tensor, v: Tensor, mask: Callable[[], mh.Mask], kernel: str) -> Tensor:
     """attention(), its mask lowered anew."""
-    our_flex._last._kept = our_packed._last._kept = None
+    our_flex._memo.clear()
+    our_packed._memo.clear()
     return mh.attention(q, k, v, mask=mask(), kernel=kernel)
 
 

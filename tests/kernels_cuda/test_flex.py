@@ -84,7 +84,7 @@ def _on_cpu(request, monkeypatch):
     monkeypatch.setattr(flex, "BACKEND", "aot_eager")
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     yield
-    flex._last._kept = None
+    flex._memo.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -101,9 +101,9 @@ def varlen(request, monkeypatch):
 def as_device(monkeypatch):
     """The mask's numbers are read as if only a device had them."""
     monkeypatch.setattr(packed, "on_host", lambda _: False)
-    monkeypatch.setattr(packed, "_last", packed.Last())
+    packed._memo.clear()
     yield
-    packed._last._kept = None
+    packed._memo.clear()
 
 
 def attend(q, k, v, **options):
@@ -375,7 +375,7 @@ def test_route(varlen, monkeypatch):
     )
     assert route(Spec(q, k, v, MASKS["where"])) == "not packed: Where must be looked at pair by pair"
     monkeypatch.setattr(packed, "on_host", lambda _: False)
-    packed._last._kept = None
+    packed._memo.clear()
     assert route(Spec(q, k, v, mh.Causal() & mh.Lengths([10, 20]))) == (
         "lengths on the device alone: 2 calls over buffers of all 82 tokens, of which the device counts those that are there; "
         "nothing waits for it"
@@ -392,6 +392,11 @@ def test_a_mask_is_worked_out_once(varlen, monkeypatch):
     for _ in range(3):
         attend(q, k, v, mask=mh.Causal() & mask)  # a new And of the same parts, as a layer makes it
     assert len(made) == 1
+    for _ in range(3):
+        for other in (mh.Window(3), mh.Window(4), mh.Causal(), mask):
+            attend(q, k, v, mask=other)  # as layers of several kinds in turn
+    assert len(made) == 5
+    del made[2:]
     first = attend(q, k, v, mask=mask)[0]
     ids[:, 20:] = 1
     second = attend(q, k, v, mask=mask)[0]

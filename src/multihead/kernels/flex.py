@@ -25,7 +25,7 @@ from ..masks import Frame, Mask
 from ..masks.blocks import Spans, split
 from .flexmods import Mod, inside, lower
 from .guards import Call, holding
-from .memo import Last, on_host
+from .memo import Memo, on_host
 from .once import refuse
 from .spec import Spec
 
@@ -65,7 +65,7 @@ def quadratic_bytes(spec: Spec) -> int:
 def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
     """out [batch, heads, q_len, v_dim]; lse [batch, heads, q_len] in float32, if wanted."""
     lens = _lengths(spec)
-    low = _last.get(spec, functools.partial(_lower, spec, lens))
+    low = _memo.get(spec, functools.partial(_lower, spec, lens))
     if low.lens != lens:
         low = _lower(spec, lens)
     if low.rows is not None:  # 0 · NaN is NaN in the products of a gradient
@@ -210,7 +210,7 @@ class Lowered(NamedTuple):
     lens: tuple[int, int]
 
 
-_last: Last[Lowered] = Last()
+_memo: Memo[Lowered] = Memo()
 
 
 def _lower(spec: Spec, lens: tuple[int, int]) -> Lowered:

@@ -15,13 +15,14 @@ from ..masks.algebra import known
 from .spec import Spec
 
 T = TypeVar("T")
+MOST = 4  # kinds of masks that layers take in turns
 
 
-class Last(Generic[T]):
-    """The last result only: a mask is the same if its kinds, options and tensors are, and no tensor was written to since."""
+class Memo(Generic[T]):
+    """The last few results: a mask is the same if its kinds, options and tensors are, and no tensor was written to since."""
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[object, ...], list[weakref.ref[Tensor]], T] | None = None
+        self._kept: list[tuple[tuple[object, ...], list[weakref.ref[Tensor]], T]] = []
 
     def get(self, spec: Spec, make: Callable[[], T]) -> T:
         tensors = leaves(spec)
@@ -31,9 +32,15 @@ class Last(Generic[T]):
         positions = tuple(x if type(x) is int else None for x in (spec.start, spec.key_start))
         sizes = spec.batch, spec.heads, spec.q_len, spec.kv_len, spec.device
         key = structure, sizes, positions, spec.start is None, tuple(x._version for x in tensors)  # pyright: ignore[reportPrivateUsage]
-        if self._kept is None or self._kept[0] != key or any(a() is not b for a, b in zip(self._kept[1], tensors, strict=True)):
-            self._kept = key, [weakref.ref(x) for x in tensors], make()
-        return self._kept[2]
+        for before, seen, found in self._kept:
+            if before == key and all(a() is b for a, b in zip(seen, tensors, strict=True)):
+                return found
+        found = make()
+        self._kept = [*self._kept[1 - MOST :], (key, [weakref.ref(x) for x in tensors], found)]
+        return found
+
+    def clear(self) -> None:
+        self._kept = []
 
 
 def leaves(spec: Spec) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..masks import Frame
-from .memo import Last, on_host
+from .memo import Memo, on_host
 from .once import mark
 from .runs import Runs, group
 from .spec import Spec
@@ -173,11 +173,11 @@ class Group(NamedTuple):
     window: tuple[int, int]
 
 
-_last: Last[list[Group] | str] = Last()
+_memo: Memo[list[Group] | str] = Memo()
 
 
 def _groups(spec: Spec) -> list[Group] | str:
-    return _last.get(spec, functools.partial(_lower, spec))
+    return _memo.get(spec, functools.partial(_lower, spec))
 
 
 def _lower(spec: Spec) -> list[Group] | str:

@@ -169,7 +169,7 @@ def around(call: Call, version: Version | None = None) -> AbstractContextManager
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     wrong = {guard.backend for guard in held}
-    left = [SDPBackend.__members__[name] for name in _enabled() if name not in wrong]
+    left: list[SDPBackend] = [getattr(SDPBackend, name) for name in _enabled() if name not in wrong]
     if not left:
         raise RuntimeError(
             f"attention: every kernel that is switched on in torch.backends.cuda is wrong here: {held[0].why} "

@@ -10,13 +10,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .kernels import flex, fused, packed, reference
+from .kernels import fused, lazily, reference
 from .kernels.spec import Spec, autocast, autocasts, unbatched
 from .masks import Frame, Mask
 from .masks.algebra import Position, count
 
 # "auto" takes the first that does not refuse; behind the reference, which never does, stand those that must be asked for
-KERNELS: dict[str, ModuleType] = {"fused": fused, "reference": reference, "packed": packed, "flex": flex}
+KERNELS: dict[str, ModuleType] = {"fused": fused, "reference": reference, "packed": lazily("packed"), "flex": lazily("flex")}
 QUIET = 16 * 2**20  # L×L tensors of up to this many bytes trouble no one; above it, "auto" says that it needs them
 
 

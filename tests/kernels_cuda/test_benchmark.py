@@ -1,4 +1,4 @@
-"""The benchmark for a GPU, as far as it goes without one."""
+"""The benchmark for a GPU, as far as it goes without one; what importing the package costs."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from multihead.kernels import lazily
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attention_cuda.py"
 
@@ -28,3 +30,16 @@ def test_without_a_gpu_its_cases_are_built():
     assert found.stderr.strip().endswith(
         "rows were built and none was measured (none, D 64 S 2048 forward … layer, compiled step)"
     )
+
+
+def test_the_kernels_for_cuda_are_read_when_asked_for():
+    code = (
+        "import sys, multihead as mh, torch; from multihead.kernels import lazily; "
+        "print('multihead.kernels.runs' in sys.modules, 'torch._dynamo' in sys.modules); "
+        "q = torch.zeros(1, 1, 4, 8); print(mh.plan(q, q, q).refusals['packed'], lazily('flex') is mh.plan.__globals__['KERNELS']['flex']); "
+        "print('multihead.kernels.runs' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["False False", "varlen attention runs on CUDA only True", "True"]
+    with pytest.raises(ModuleNotFoundError, match="there is no file for the kernel 'nothing'"):
+        lazily("nothing")

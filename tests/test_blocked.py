@@ -33,9 +33,9 @@ def cut(request, monkeypatch):
         yield tiles._Option(0.0, rows, together, 3 if way == "runs" and runs else 1, 0)
 
     monkeypatch.setattr(tiles, "_options", options)
-    tiles._kept.clear()
+    tiles._memo.clear()
     yield request.param
-    tiles._kept.clear()
+    tiles._memo.clear()
 
 
 def compare(q, k, v, mask, **options):
@@ -94,11 +94,11 @@ def test_runs_of_tiles(mask, heads, monkeypatch):
     k, v = torch.randn(2, 2, heads[1], 128, 16, generator=random)
     options = tiles._options
     monkeypatch.setattr(tiles, "_options", lambda *a, **o: [x for x in options(*a, **o) if x.run > 1 and x.rows == 16])
-    tiles._kept.clear()
+    tiles._memo.clear()
     work = tiles.lower(Spec(q, k, v, mask))
     assert max(tile.count for tile in work.tiles[0]) >= 3
     compare(q, k, v, mask, dropout=0.2, seed=3, sinks=torch.randn(heads[0], generator=random))
-    tiles._kept.clear()
+    tiles._memo.clear()
 
 
 def test_ragged_calls_and_positions():
@@ -233,7 +233,7 @@ def test_tiles_are_remembered_while_their_masks_live():
     q = torch.randn(2, 1, 64, 8)
     lengths = torch.tensor([5, 60])
     mask = mh.Lengths(lengths)
-    tiles._kept.clear()
+    tiles._memo.clear()
     first = tiles.lower(Spec(q, q, q, mask))
     assert tiles.lower(Spec(q, q, q, mask)) is first
     assert tiles.lower(Spec(q, q, q, mh.Lengths(lengths))) is first
@@ -242,9 +242,9 @@ def test_tiles_are_remembered_while_their_masks_live():
     changed = tiles.lower(Spec(q, q, q, mask))
     assert changed is not first
     assert changed.tiles[0][0].columns == [(0, 7)]
-    for n in range(3 * tiles.KEEP):
+    for n in range(3 * tiles._memo.most):
         tiles.lower(Spec(q, q, q, mh.Window(n + 1)))
-    assert len(tiles._kept) == tiles.KEEP
+    assert len(tiles._memo) == tiles._memo.most
 
 
 @pytest.mark.slow
@@ -324,13 +324,13 @@ def test_halves_are_computed_in_float32_where_that_is_faster(monkeypatch, librar
     try:
         assert products.computed_in(torch.bfloat16) == torch.float32
         q, k, v = make(dtype=torch.bfloat16)
-        tiles._kept.clear()
+        tiles._memo.clear()
         got = mh.attention(q, k, v, kernel="blocked")
         check(got, oracle(q, k, v).out, naive(q, k, v))
     finally:
         monkeypatch.setattr(products, "speed", measured)
         products.computed_in.cache_clear()
-        tiles._kept.clear()
+        tiles._memo.clear()
 
 
 def test_refusals():

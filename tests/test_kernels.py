@@ -224,16 +224,14 @@ def test_gradcheck(options, name):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fused_gradcheck(kernel):
     q, k, v = make(Sizes(q_len=3, kv_len=4, heads=2, kv_heads=1, head_dim=3, v_dim=2), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda *x: mh.attention(*x, mask=mh.Causal() & mh.Lengths([2, 4]), kernel=kernel), (q, k, v)
-    )
+    assert torch.autograd.gradcheck(lambda *x: attend(kernel, *x, mask=mh.Causal() & mh.Lengths([2, 4])), (q, k, v))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_uninitialised_memory_never_shows(kernel, device):
     """torch.empty filled with NaN: an output that is not written fails."""
     q, k, v = make(device=device)
-    want = mh.attention(q, k, v, mask=moved(MASKS["lengths_empty"], device), kernel=kernel)
+    want = attend(kernel, q, k, v, mask=moved(MASKS["lengths_empty"], device))
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory

@@ -28,11 +28,11 @@ def dtype(request):
 
 
 def call(kernel, q, k, v, **options):
-    """attention(), skipped where the kernel says that it cannot do this dtype here."""
+    """attention(), skipped where the kernel says that it cannot do this dtype here; those for CUDA refuse more."""
     try:
         return mh.attention(q, k, v, kernel=kernel, **options)
     except ValueError as error:
-        if "no fused float64 kernel" in str(error):
+        if "no fused float64 kernel" in str(error) or (kernel in ("packed", "flex") and "cannot do this" in str(error)):
             pytest.skip(str(error))
         raise
 
@@ -117,6 +117,7 @@ def test_window_counts_its_own_key(kernel, device, dtype):
 
 
 def test_masks_from_the_layer_and_from_the_call_both_hold(kernel, device):
+    call(kernel, *make(device=device))  # skips where the kernel cannot run at all
     layer = mh.MultiHeadAttention(12, 3, mask=mh.Causal(), device=device)
     x = torch.randn(2, 5, 12, device=device)
     weights = layer(x, mask=mh.Window(2), return_weights=True, kernel=kernel)[1]
@@ -206,13 +207,16 @@ def test_negative_key_start_is_no_key(kernel, device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_what_some_queries_may_not_see_has_no_influence_on_them(device, dtype):
-    """Hidden from only some queries: promised by the reference; the plan of other kernels says that they do not."""
+@pytest.mark.parametrize("kernel", ["reference", "blocked"])
+def test_what_some_queries_may_not_see_has_no_influence_on_them(device, dtype, kernel):
+    """Hidden from only some queries: promised by the reference and our own; the plan of other kernels says that they do not."""
+    if kernel == "blocked" and device != "cpu":
+        pytest.skip("blocked is for CPU")
     q, k, v = make(Sizes(q_len=S), device=device, dtype=dtype)
     k, v = k.clone(), v.clone()
     k[:, :, 4], v[:, :, 4] = math.nan, math.inf  # seen by queries 4 and 5
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = mh.attention(*leaves, mask=mh.Window(2), kernel="reference")
+    out = mh.attention(*leaves, mask=mh.Window(2), kernel=kernel)
     free = [0, 1, 2, 3, 6]
     assert bool(out[:, :, free].isfinite().all())
     assert not bool(out[:, :, 4:6].isfinite().any())
@@ -376,6 +380,7 @@ def test_auto_warns_when_it_must_use_quadratic_memory(device):
         attend(q, mask=mh.Window(7))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented the batching rule")
         attend(q, mask=mh.Causal())
         attend(q, mask=mh.Lengths([2000]))
         attend(q, softcap=5.0, kernel="reference")  # asked for by name

@@ -64,6 +64,7 @@ def test_imports_point_one_way():
         "adopting",
         "testing",
         "demo",
+        "planning",
         "cli",
     ]
     for path in (ROOT / "src/multihead").rglob("*.py"):

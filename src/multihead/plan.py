@@ -12,12 +12,19 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .kernels import blocked, fused, products, reference
+from .kernels import blocked, fused, lazily, products, reference
 from .kernels.spec import Spec, autocast, autocasts, cpu_frame, unbatched
 from .masks import Causal, Mask, Where
 from .masks.algebra import Position, count
 
-KERNELS: dict[str, ModuleType] = {"fused": fused, "blocked": blocked, "reference": reference}
+# behind the reference, which never refuses, stand those that "auto" takes on no device yet: nobody has measured them
+KERNELS: dict[str, ModuleType] = {
+    "fused": fused,
+    "blocked": blocked,
+    "reference": reference,
+    "packed": lazily("packed"),
+    "flex": lazily("flex"),
+}
 QUIET = 16 * 2**20  # L×L tensors of up to this many bytes trouble no one; above it, "auto" says that it needs them
 SMALL = 2**15  # pairs up to which the definition is done before another kernel has begun
 
@@ -84,7 +91,7 @@ class Plan:
     bytes            the least that a forward must move: q, k, v and the output
     peak_bytes       what a forward holds at once beside its arguments
     quadratic_bytes  bytes of the L×L tensors the kernel needs; 0 where memory grows with L
-    products         which library multiplies matrices, where the kernel chooses
+    route            the way the kernel takes, where it has several: the library of its products, how sequences are packed
     notes            what this kernel promises less than the reference
     """
 
@@ -97,7 +104,7 @@ class Plan:
     bytes: int
     peak_bytes: int
     quadratic_bytes: int
-    products: str = ""
+    route: str = ""
     notes: list[str] = field(default_factory=list[str])
 
     @property
@@ -112,7 +119,7 @@ class Plan:
             ("pairs", f"{self.allowed:,} of {self.pairs:,} ({self.share:.1%}) may attend; {done:.1%} are computed"),
             ("work", f"{_metric(self.flops)}FLOP, {_bytes(self.bytes)} at least to be moved"),
             ("memory", f"{_bytes(self.peak_bytes)} at once, {_bytes(self.quadratic_bytes)} of it L×L"),
-            *([("products", self.products)] if self.products else []),
+            *([("route", self.route)] if self.route else []),
             *((f"not {name}", reason) for name, reason in self.refusals.items()),
             *(("note", note) for note in self.notes),
         ]
@@ -175,7 +182,7 @@ def explain(spec: Spec, kernel: str = "auto", return_weights: bool = False) -> P
         bytes=spec.bytes,
         peak_bytes=module.peak_bytes(spec) + quadratic - module.quadratic_bytes(spec),
         quadratic_bytes=quadratic,
-        products=products.describe(spec.dtype) if kernel == "blocked" else "",
+        route=route(spec) if (route := getattr(module, "route", None)) else "",
         notes=notes,
     )
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from . import dropping, products
 from .exactly import backward_exactly, forward_exactly, harmless
-from .once import once
+from .once import mark
 from .spec import Spec, transformed
 from .sums import Sums
 from .tiles import Tile, lower
@@ -55,6 +55,11 @@ def computed(spec: Spec) -> int:
     return lower(spec).pairs
 
 
+def route(spec: Spec) -> str:
+    """The library that multiplies matrices, and why."""
+    return products.describe(spec.dtype)
+
+
 def peak_bytes(spec: Spec) -> int:
     """What a forward holds at once beside its arguments: the output, k and v as they are multiplied, the scores of a tile."""
     work, dtype = lower(spec), products.computed_in(spec.dtype)
@@ -75,6 +80,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor | N
         return call(q, k, v, spec)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, spec.bias, spec.sinks)):
         out, lse = cast(tuple[Tensor, Tensor], _Blocked.apply(q, k, v, spec.bias, spec.sinks, spec))  # pyright: ignore[reportGeneralTypeIssues]
+        mark(out, "blocked")
     else:
         out, lse = forward(q, k, v, spec)
     return out, lse if spec.want_lse else None
@@ -97,7 +103,7 @@ class _Blocked(torch.autograd.Function):
         dout = cast(Tensor, q.new_zeros(*q.shape[:3], v.shape[3])) if dout is None else dout
         with torch.no_grad():
             found = backward(dout, dlse, q, k, v, spec, ctx.needs_input_grad[3], ctx.needs_input_grad[4])
-        return (*once("blocked", found), None)
+        return (*found, None)
 
 
 # ---- one tile ---------------------------------------------------------------------------------------------------------
@@ -183,6 +189,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         part.place(by_group, tile).copy_(part.wide(multiply(p, take(v_all, tile).mT)))
         if sums is not None and spec.want_lse:
             part.place(lse_by_group, tile).copy_(part.wide(sums))
+        del s, p  # else they live on while the next tile's are made
     return out, lse.squeeze(-1) if spec.want_lse else lse
 
 

@@ -16,7 +16,8 @@ from ..masks import And, Causal, Frame, Mask, evaluate
 from ..masks.algebra import Position, extent
 from ..masks.tables import Table
 from . import products
-from .once import once
+from .guards import ALIGN, GRID, Call, around, of_sdpa, refusal, surely
+from .once import first_order_only
 from .spec import Spec, cpu_frame
 
 HALF = (torch.bfloat16, torch.float16)
@@ -48,7 +49,22 @@ def refuses(spec: Spec) -> str | None:
         return "where a bias needs a gradient, SDPA falls to an L×L path on CPU and fails for some lengths on CUDA"
     if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return "torch's fused kernels have no forward-mode derivative"
+    if spec.device.type == "cuda" and not torch.compiler.is_compiling() and _vast(spec):
+        return refusal(called(spec))
     return None
+
+
+def _vast(spec: Spec) -> bool:
+    """Sizes at which a guard may leave no kernel at all; a cheap look before the close one."""
+    return spec.heads > GRID or spec.q_len * (spec.kv_len + ALIGN) > 2**32
+
+
+def called(spec: Spec) -> Call:
+    """What SDPA would be called with, as far as the guards must know."""
+    parts, causal, _ = _parts(spec.mask, cpu_frame(spec))
+    dense = bool(parts and not causal) or spec.bias is not None or spec.ragged
+    grad, half = torch.is_grad_enabled(), spec.dtype in HALF
+    return Call(dense, grad, spec.batch, spec.heads, spec.q_len, spec.kv_len, half, spec.dropout)
 
 
 def quadratic_bytes(spec: Spec) -> int:
@@ -110,13 +126,35 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float, gqa: bool = False
 ) -> Tensor:  # fmt: skip
     """The call itself, its gradient marked as one that cannot be differentiated again."""
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+    if q.is_cuda and (mask is not None or dropout or _oversized(q)):
+        out = _guarded(q, k, v, mask, causal, scale, dropout, gqa)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
     if torch.compiler.is_compiling():
         return out
     if out.requires_grad and out.grad_fn is not None:
-        out.grad_fn.register_hook(_first_order_only)
+        out.grad_fn.register_hook(first_order_only("fused"))
     few = mask is None and k.shape[2] < VECTOR and q.is_cpu
     return _keep_nan(out, q, k) if few and not _wrapped(out) else out
+
+
+def _oversized(q: Tensor) -> bool:
+    """Whether CUDA cannot launch a grid for so many batch entries; a size compared in a traced graph would become a guard."""
+    return not torch.compiler.is_compiling() and q.shape[0] > GRID
+
+
+def _guarded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float, gqa: bool
+) -> Tensor:  # fmt: skip
+    """SDPA without the kernels that are known to be wrong here, and in as many calls as its grids need."""
+    if _oversized(q):
+        n = q.shape[0]
+        wide = None if mask is None else mask.expand(n, -1, -1, -1)
+        cuts = [slice(i, i + GRID) for i in range(0, n, GRID)]
+        parts = [(q[c], k[c], v[c], None if wide is None else wide[c]) for c in cuts]
+        return torch.cat([_guarded(*part, causal, scale, dropout, gqa) for part in parts])
+    with around(of_sdpa(q, k, v, mask, dropout)):
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
 
 
 def _wrapped(x: Tensor) -> bool:
@@ -204,18 +242,9 @@ def _parts(mask: Mask | None, frame: Frame) -> tuple[list[Mask], bool, bool]:
     parts = [part.within(frame) for part in parts if not part.full(frame)]
     parts = [part for i, part in enumerate(parts) if not (isinstance(part, Causal) and part in parts[:i])]
     shift = frame.shift
-    square = shift is not None and _surely(frame.q_len == frame.kv_len) and _surely(shift == 0)
+    square = shift is not None and surely(frame.q_len == frame.kv_len) and surely(shift == 0)
     causal = len(parts) == 1 and isinstance(parts[0], Causal) and square and parts[0].aligned(frame)
     return parts, causal, square and all(part.diagonal for part in parts)
-
-
-def _surely(fact: bool) -> bool:
-    """The fact; in a traced graph only if it holds for all sizes, since an exported program forgets what was assumed."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # heavy, and there already when tracing
-
-        return statically_known_true(fact)
-    return fact
 
 
 def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, Tensor | None]:
@@ -312,11 +341,3 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
         R = 1
     shared = True if R > 1 else False  # noqa: SIM210 - torch wants a bool; in a traced graph R > 1 is a symbol
     return _sdpa(q, k, v, mask, causal, scale, spec.dropout, shared)
-
-
-# ---- what SDPA cannot say -------------------------------------------------------------------------------------------
-
-
-def _first_order_only(grads: tuple[Tensor | None, ...], _: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
-    """A hook on SDPA's gradient: where it is recorded, it says in plain words that it cannot be differentiated again."""
-    return once("fused", grads) if torch.is_grad_enabled() else None

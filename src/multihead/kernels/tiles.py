@@ -9,7 +9,6 @@ A tile holds whole rows of scores, so that softmax needs no second pass. Its col
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -20,6 +19,7 @@ from torch import Tensor
 from ..masks import Mask
 from ..masks.blocks import Spans, split
 from . import products
+from .memo import Memo
 from .spec import Spec, cpu_frame
 
 Range = tuple[int, int]
@@ -118,31 +118,12 @@ class Work:
 
 # ---- lowering -----------------------------------------------------------------------------------------------------------
 
-_kept: dict[object, tuple[list[weakref.ref[Tensor]], Work]] = {}
-KEEP = 8  # calls whose tiles are remembered: the layers of a model share their masks
+_memo: Memo[Work] = Memo(8, blind=True)
 
 
 def lower(spec: Spec) -> Work:
     """The tiles of a call; those of the last few calls are remembered."""
-    leaves = [] if spec.mask is None else spec.mask.leaves()
-    leaves += [x for x in (spec.start, spec.key_start) if isinstance(x, Tensor)]
-    if any(x.is_inference() for x in leaves):  # they count no versions
-        return _lower(spec)
-    key = _key(spec, leaves)
-    found = _kept.pop(key, None)
-    if found is None or any(ref() is not x for ref, x in zip(found[0], leaves, strict=True)):
-        found = [weakref.ref(x) for x in leaves], _lower(spec)
-    _kept[key] = found
-    while len(_kept) > KEEP:
-        _kept.pop(next(iter(_kept)), None)
-    return found[1]
-
-
-def _key(spec: Spec, leaves: list[Tensor]) -> object:
-    starts = tuple(x if isinstance(x, int) else None for x in (spec.start, spec.key_start))
-    named = None if spec.mask is None else spec.mask.form()
-    sizes = spec.batch, spec.heads, spec.kv_heads, spec.q_len, spec.kv_len, spec.head_dim, spec.v_dim, spec.dtype
-    return sizes, starts, named, tuple((id(x), x._version) for x in leaves), products.asked()  # pyright: ignore[reportPrivateUsage]
+    return _memo.get(spec, lambda: _lower(spec), (spec.kv_heads, spec.head_dim, spec.v_dim, spec.dtype, products.asked()))
 
 
 def _lower(spec: Spec) -> Work:

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,10 +123,6 @@ class Mask:
     def atoms(self) -> list[Mask]:
         """The kinds of which the mask is made, itself if it is one."""
         return [self]
-
-    def form(self) -> object:
-        """All that makes the mask's value but for its tensors, of which it says where they stand; it can be hashed."""
-        return type(self).__name__, *(_form(getattr(self, n)) for n in self.tensors + self.options)
 
     def check(self, frame: Frame) -> None:
         """Raise if the mask's own sizes do not fit the frame."""
@@ -467,14 +463,6 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, _Several) else f"~{self.mask!r}"
-
-
-def _form(value: Any) -> object:
-    if isinstance(value, Mask):
-        return value.form()
-    if isinstance(value, list):
-        return tuple(_form(x) for x in cast("list[Any]", value))
-    return Tensor if isinstance(value, Tensor) else value
 
 
 def _join(kind: type[_Several], left: Mask, right: object) -> Mask:

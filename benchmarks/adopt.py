@@ -59,7 +59,7 @@ def models(seconds: float) -> list[dict[str, object]]:
                         out.square().mean().backward()
                         model.zero_grad()
 
-            calls = {"sdpa": lambda: run(theirs), "adopted": lambda: run(adopted), "registry": lambda: run(registered)}  # noqa: B023
+            calls = {"sdpa": lambda: run(theirs), "adopted": lambda: run(adopted), "registry": lambda: run(registered)}
             times = interleave(calls, seconds, 15)
             row: dict[str, object] = {
                 "model": name,

@@ -189,7 +189,7 @@ def overhead() -> dict[str, float]:
         plain = same_weights(ours)
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
-                times = interleave({"plain": lambda: plain(x), "ours": lambda: ours(x)}, 60, 4000, 4000)  # noqa: B023
+                times = interleave({"plain": lambda: plain(x), "ours": lambda: ours(x)}, 60, 4000, 4000)
             found[f"{name}{', grad' if grad else ''}"] = (times["ours"] - times["plain"]) * 1e6
     return found
 

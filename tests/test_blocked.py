@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.kernels import blocked, dropping, products, tiles
+from multihead.kernels import blocked, cutting, dropping, products, tiles
 from multihead.kernels.spec import Spec
 from multihead.testing import Sizes, check, cotangent, make, naive, oracle
 from tests.common import MASKS, B, G, H, S, T
@@ -27,15 +27,15 @@ def cut(request, monkeypatch):
     rows, way = CUTS[request.param]
     chosen = {"single": (1, 1), "heads": (1, 2), "entries": (B, G)}
 
-    def options(spec, said, runs):
+    def options(spec, said, breaks, runs):
         together = chosen.get(way, (1, 1))
         together = (1, together[1]) if said.start.shape[0] > 1 else together
-        yield tiles._Option(0.0, rows, together, 3 if way == "runs" and runs else 1, 0)
+        yield cutting._Option(0.0, rows, together, 3 if way == "runs" and runs else 1)
 
-    monkeypatch.setattr(tiles, "_options", options)
-    tiles._memo.clear()
+    monkeypatch.setattr(cutting, "_options", options)
+    cutting._memo.clear()
     yield request.param
-    tiles._memo.clear()
+    cutting._memo.clear()
 
 
 def compare(q, k, v, mask, **options):
@@ -92,13 +92,13 @@ def test_runs_of_tiles(mask, heads, monkeypatch):
     random = torch.Generator().manual_seed(0)
     q = torch.randn(2, heads[0], 128, 16, generator=random)
     k, v = torch.randn(2, 2, heads[1], 128, 16, generator=random)
-    options = tiles._options
-    monkeypatch.setattr(tiles, "_options", lambda *a, **o: [x for x in options(*a, **o) if x.run > 1 and x.rows == 16])
-    tiles._memo.clear()
-    work = tiles.lower(Spec(q, k, v, mask))
+    options = cutting._options
+    monkeypatch.setattr(cutting, "_options", lambda *a, **o: [x for x in options(*a, **o) if x.run > 1 and x.rows == 16])
+    cutting._memo.clear()
+    work = cutting.lower(Spec(q, k, v, mask))
     assert max(tile.count for tile in work.tiles[0]) >= 3
     compare(q, k, v, mask, dropout=0.2, seed=3, sinks=torch.randn(heads[0], generator=random))
-    tiles._memo.clear()
+    cutting._memo.clear()
 
 
 def test_ragged_calls_and_positions():
@@ -210,9 +210,26 @@ def test_dropout_is_the_same_forward_and_backward(seed):
 def test_only_what_the_mask_leaves_is_computed():
     q = torch.randn(1, 1, 4096, 8)
     for mask, most in ((None, 1.0), (mh.Causal(), 0.6), (mh.Window(128), 0.1), (mh.Documents.from_lengths([512] * 8), 0.13)):
-        work = tiles.lower(Spec(q, q, q, mask))
+        work = cutting.lower(Spec(q, q, q, mask))
         assert work.pairs <= most * 4096**2
         assert work.pairs >= (4096**2 if mask is None else mask.pairs(4096, 4096))
+
+
+def test_tiles_are_cut_where_documents_begin():
+    """No tile spans two documents of any length, and none holds queries that see nothing beside such that do."""
+    lengths = [700, 333, 900, 115]
+    q = torch.randn(2, 1, 2048, 8)
+    cases = (
+        (mh.Documents.from_lengths(lengths), sum(n * n for n in lengths) * 2),
+        (mh.Lengths([700, 1333], [700, 1333]), 700**2 + 1333**2),
+        (mh.Documents([[0] * 700 + [1] * 1348, [0] * 2048]), 700**2 + 1348**2 + 2048**2),
+    )
+    for mask, pairs in cases:
+        work = cutting.lower(Spec(q, q, q, mask))
+        assert work.pairs == pairs
+        assert not work.careful
+        got = mh.attention(q, q, q, mask=mask, kernel="blocked")
+        torch.testing.assert_close(got, mh.attention(q, q, q, mask=mask, kernel="reference"), rtol=1e-4, atol=1e-5)
 
 
 def test_a_table_is_looked_at_block_by_block():
@@ -220,7 +237,7 @@ def test_a_table_is_looked_at_block_by_block():
     q = torch.randn(1, 2, 1024, 8)
     table = mh.Allowed(torch.ones(1024, 1024).tril() > 0)
     spec = Spec(q, q, q, table)
-    work = tiles.lower(spec)
+    work = cutting.lower(spec)
     seen = [tiles.Looker(spec, work)(tile) for tile in work.tiles[0]]
     assert sum(t.width * t.rows for t in seen) < 0.8 * 1024**2
     torch.testing.assert_close(
@@ -233,18 +250,18 @@ def test_tiles_are_remembered_while_their_masks_live():
     q = torch.randn(2, 1, 64, 8)
     lengths = torch.tensor([5, 60])
     mask = mh.Lengths(lengths)
-    tiles._memo.clear()
-    first = tiles.lower(Spec(q, q, q, mask))
-    assert tiles.lower(Spec(q, q, q, mask)) is first
-    assert tiles.lower(Spec(q, q, q, mh.Lengths(lengths))) is first
-    assert tiles.lower(Spec(q, q, q, mh.Lengths(lengths.clone()))) is not first
+    cutting._memo.clear()
+    first = cutting.lower(Spec(q, q, q, mask))
+    assert cutting.lower(Spec(q, q, q, mask)) is first
+    assert cutting.lower(Spec(q, q, q, mh.Lengths(lengths))) is first
+    assert cutting.lower(Spec(q, q, q, mh.Lengths(lengths.clone()))) is not first
     lengths[0] = 7
-    changed = tiles.lower(Spec(q, q, q, mask))
+    changed = cutting.lower(Spec(q, q, q, mask))
     assert changed is not first
     assert changed.tiles[0][0].columns == [(0, 7)]
-    for n in range(3 * tiles._memo.most):
-        tiles.lower(Spec(q, q, q, mh.Window(n + 1)))
-    assert len(tiles._memo) == tiles._memo.most
+    for n in range(3 * cutting._memo.most):
+        cutting.lower(Spec(q, q, q, mh.Window(n + 1)))
+    assert len(cutting._memo) == cutting._memo.most
 
 
 @pytest.mark.slow
@@ -324,13 +341,13 @@ def test_halves_are_computed_in_float32_where_that_is_faster(monkeypatch, librar
     try:
         assert products.computed_in(torch.bfloat16) == torch.float32
         q, k, v = make(dtype=torch.bfloat16)
-        tiles._memo.clear()
+        cutting._memo.clear()
         got = mh.attention(q, k, v, kernel="blocked")
         check(got, oracle(q, k, v).out, naive(q, k, v))
     finally:
         monkeypatch.setattr(products, "speed", measured)
         products.computed_in.cache_clear()
-        tiles._memo.clear()
+        cutting._memo.clear()
 
 
 def test_refusals():

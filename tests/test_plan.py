@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.kernels import fused, products, reference, tiles
+from multihead.kernels import cutting, fused, products, reference
 from multihead.plan import KERNELS, choose
 from multihead.testing import Sizes, make
 from tests.common import B, H, S, T
@@ -92,7 +92,7 @@ def test_the_sooner_kernel_is_taken(mask, monkeypatch):
     measured = products.speed(torch.float32)
     for factor, kernel in ((100.0, "blocked"), (0.01, "fused")):
         monkeypatch.setattr(products, "speed", lambda dtype, f=factor: dataclasses.replace(measured, fused=measured.fused * f))
-        tiles._memo.clear()
+        cutting._memo.clear()
         plan = mh.plan(q, q, q, mask=mask)
         assert plan.kernel == kernel
         other = {"blocked": "fused", "fused": "blocked"}[kernel]

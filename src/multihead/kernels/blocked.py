@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import dropping, products
+from .cutting import lower
 from .exactly import backward_exactly, forward_exactly, harmless
 from .once import mark
 from .spec import Spec, transformed
 from .sums import Sums
-from .tiles import Tile, lower
+from .tiles import Tile
 from .units import Call, Part, multiply, pick, take
 
 

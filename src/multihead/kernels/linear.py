@@ -13,6 +13,9 @@ from torch.nn.modules import module as modules
 from . import products
 from .spec import transformed
 
+GLOBAL_HOOKS = tuple(
+    f"_global_{when}" for when in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
 LEAST = 2**20  # multiplications below which a choice costs more than it gains
 
 
@@ -29,7 +32,7 @@ def linear(module: nn.Module, x: Tensor) -> Tensor:
 def _plain(module: nn.Linear, x: Tensor) -> bool:
     """Whether nothing is to happen but x · Wᵀ + b, with numbers that are there, and it is worth another library."""
     weight, bias = module.weight, cast("Tensor | None", module.bias)
-    return bool(
+    return (
         not torch.compiler.is_compiling()
         and x.numel() * weight.shape[0] >= LEAST
         and x.shape[-1] == weight.shape[1]
@@ -41,10 +44,9 @@ def _plain(module: nn.Linear, x: Tensor) -> bool:
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
-        and not (modules._global_forward_hooks or modules._global_forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
-        and not (modules._global_backward_hooks or modules._global_backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+        and not any(getattr(modules, name) for name in GLOBAL_HOOKS)
         and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage, reportUnknownArgumentType]
+        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
         and not transformed()
         and products.speed(torch.float32).library == "onednn"
     )

@@ -187,9 +187,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         p, sums = _softmax(part, s, empty, spec.want_lse)
         keep = _keep(part, tile, p)
         p = p if keep is None else p.mul_(keep)
-        part.place(by_group, tile).copy_(part.wide(multiply(p, take(v_all, tile).mT)))
+        part.write(by_group, tile, multiply(p, take(v_all, tile).mT))
         if sums is not None and spec.want_lse:
-            part.place(lse_by_group, tile).copy_(part.wide(sums))
+            part.write(lse_by_group, tile, sums)
         del s, p  # else they live on while the next tile's are made
     return out, lse.squeeze(-1) if spec.want_lse else lse
 

@@ -21,7 +21,7 @@ GAP = 16  # columns between two intervals that cost less than another product
 MOST = 2**24  # bytes of scores a tile may hold
 BATCHED = {torch.bfloat16: 2**18, torch.float32: 2**15, torch.float64: 2**15}  # elements up to which products go in batches
 BATCH_BYTES = 2**22  # what such a batch of scores may hold
-CALL = 40e-6  # seconds of Python and of threads meeting, a tile
+CALL = 50e-6  # seconds of Python and of threads meeting, a tile
 
 _memo: Memo[Work] = Memo(8, blind=True)
 

@@ -23,6 +23,8 @@ def linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); of a plain nn.Linear in float32 on a CPU by oneDNN where that is faster, forward and backward."""
     if type(module) is not nn.Linear or not x.is_cpu or x.dtype != torch.float32 or not _plain(module, x):
         return module(x)
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+        return module(x)
     weight, bias = module.weight, cast("Tensor | None", module.bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
         return cast(Tensor, _Linear.apply(x, weight, bias))
@@ -46,7 +48,6 @@ def _plain(module: nn.Linear, x: Tensor) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
         and not any(getattr(modules, name) for name in GLOBAL_HOOKS)
         and not torch.is_autocast_enabled("cpu")
-        and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
         and not transformed()
         and products.speed(torch.float32).library == "onednn"
     )

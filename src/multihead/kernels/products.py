@@ -22,7 +22,7 @@ Library = Literal["measure", "onednn", "torch"]
 LIBRARIES = ("measure", "onednn", "torch")
 HALF = (torch.bfloat16, torch.float16)
 PACKING = 60  # a product copies one of its sides to where it wants it, which costs as much as so many more rows
-_linear: Any = getattr(getattr(torch.ops, "mkldnn", None), "_linear_pointwise", None)
+_linear: Any = getattr(getattr(getattr(torch.ops, "mkldnn", None), "_linear_pointwise", None), "default", None)
 _lock = threading.RLock()
 
 
@@ -133,7 +133,7 @@ def _measure(dtype: torch.dtype, library: Library) -> Speed:
     return Speed(
         name,
         times[name] / ((256 + PACKING) * 64 * 1024),
-        times["bmm"] / (16 * 128 * 64 * 128),
+        times["bmm"] / (16 * (128 + PACKING) * 64 * 128),
         times["softmax"] / s.numel(),
         times["fused"] / (2 * 512 * 512 * 128),
         times["torch"] / times[name],

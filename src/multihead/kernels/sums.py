@@ -62,7 +62,7 @@ class Sums:
 
     def queries_and_keys(self, part: Part, tile: Tile, ds: Tensor, rows: Tensor, k: Tensor) -> None:
         self._add(self.dk, part, tile, ds, rows)
-        part.place(self.dq, tile).copy_(part.wide(multiply(ds, k.mT)))
+        part.write(self.dq, tile, multiply(ds, k.mT))
 
     def bias_(self, part: Part, tile: Tile, ds: Tensor) -> None:
         if self.dbias is None:

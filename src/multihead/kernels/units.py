@@ -75,7 +75,9 @@ class Part:
         self.call, self.b, self.g = call, b, g
         self.units = (b.stop - b.start) * (g.stop - g.start)
         self.entry = b.start if len(call.work.tiles) > 1 else 0
+        self.simple = self.units == call.R == 1
         self._kv: tuple[Tensor, Tensor] | None = None
+        self._own: dict[int, Tensor] = {}
 
     def kv(self) -> tuple[Tensor, Tensor]:
         """scale · k [units, kv_len, head_dim] and v, scaled for what dropout drops; dense, in the dtype of the computation."""
@@ -94,14 +96,27 @@ class Part:
 
     def rows(self, x: Tensor, tile: Tile) -> Tensor:
         """Of [batch, kv_heads, heads a group, q_len, d] the tile's rows, [units, heads a group · rows, d]."""
-        if self.units == tile.count == self.call.R == 1:
-            rows = x[self.b.start, self.g.start, 0, tile.first : tile.last].to(self.call.dtype)
+        if self.simple and tile.count == 1:
+            rows = self._mine(x).narrow(0, tile.first, tile.rows).to(self.call.dtype)
         else:
             rows = self.place(x, tile).to(self.call.dtype)
             rows = rows.reshape(*((max(self.units, tile.count),) if self.units * tile.count > 1 else ()), -1, x.shape[-1])
         if tile.empty is None:
             return rows
         return self.wide(rows).masked_fill(self.of(tile.empty), 0.0).view_as(rows)
+
+    def write(self, x: Tensor, tile: Tile, found: Tensor) -> None:
+        """found [units, heads a group · rows, d] into the tile's rows of [batch, kv_heads, heads a group, q_len, d]."""
+        if self.simple and tile.count == 1:
+            self._mine(x).narrow(0, tile.first, tile.rows).copy_(found)
+        else:
+            self.place(x, tile).copy_(self.wide(found))
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """The [q_len, d] of a part that is one head; a view made once a call, since there may be many tiles."""
+        if id(x) not in self._own:
+            self._own[id(x)] = x[self.b.start, self.g.start, 0]
+        return self._own[id(x)]
 
     def place(self, x: Tensor, tile: Tile) -> Tensor:
         """The tile's rows of [batch | 1, kv_heads | 1, heads a group | 1, q_len, d], as wide() has them: a view."""

@@ -21,9 +21,9 @@ LEAST = 2**20  # multiplications below which a choice costs more than it gains
 
 def linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); of a plain nn.Linear in float32 on a CPU by oneDNN where that is faster, forward and backward."""
-    if type(module) is not nn.Linear or not x.is_cpu or x.dtype != torch.float32 or not _plain(module, x):
-        return module(x)
-    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    if torch.compiler.is_compiling() or type(module) is not nn.Linear or x.numel() * module.out_features < LEAST:
+        return module(x)  # said at once: decoding a token has no microsecond to spare
+    if forward_ad._current_level >= 0 or not _plain(module, x):  # pyright: ignore[reportPrivateUsage]
         return module(x)
     weight, bias = module.weight, cast("Tensor | None", module.bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -35,8 +35,8 @@ def _plain(module: nn.Linear, x: Tensor) -> bool:
     """Whether nothing is to happen but x · Wᵀ + b, with numbers that are there, and it is worth another library."""
     weight, bias = module.weight, cast("Tensor | None", module.bias)
     return (
-        not torch.compiler.is_compiling()
-        and x.numel() * weight.shape[0] >= LEAST
+        x.is_cpu
+        and x.dtype == torch.float32
         and x.shape[-1] == weight.shape[1]
         and type(x) in (Tensor, nn.Parameter)
         and type(weight) is nn.Parameter

@@ -12,10 +12,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .kernels import blocked, fused, lazily, products, reference
+from .kernels import fused, lazily, products, reference
 from .kernels.spec import Spec, autocast, autocasts, cpu_frame, unbatched
 from .masks import Causal, Mask, Where
 from .masks.algebra import Position, count
+
+blocked = lazily("blocked")
 
 # behind the reference, which never refuses, stand those that "auto" takes on no device yet: nobody has measured them
 KERNELS: dict[str, ModuleType] = {

@@ -24,7 +24,7 @@ from ..masks.algebra import count
 from .memo import Memo, on_host
 from .once import mark
 from .runs import Runs, group
-from .spec import Spec, cpu_frame
+from .spec import Spec, cpu_frame, present
 
 DEVICES = ("cuda",)
 HALF = (torch.bfloat16, torch.float16)
@@ -193,15 +193,15 @@ def _groups(spec: Spec) -> list[Group] | str:
 
 def _lower(spec: Spec) -> list[Group] | str:
     host = on_host(spec)
-    where = "cpu" if host else spec.device
+    where = "cpu" if host else present(spec.device)
     frame = Frame(spec.batch, spec.heads, spec.q_len, spec.kv_len, q_start=spec.start, k_start=spec.key_start, device=where)
     found = group(spec.mask, frame, host)
     return found if isinstance(found, str) else [_group(runs, spec, host) for runs in found]
 
 
 def _group(runs: Runs, spec: Spec, host: bool) -> Group:
-    q = _side(runs.b, runs.q0, runs.q1, spec.batch, spec.q_len, spec.device, host)
-    k = _side(runs.b, runs.k0, runs.k1, spec.batch, spec.kv_len, spec.device, host)
+    q = _side(runs.b, runs.q0, runs.q1, spec.batch, spec.q_len, present(spec.device), host)
+    k = _side(runs.b, runs.k0, runs.k1, spec.batch, spec.kv_len, present(spec.device), host)
     return Group(q, k, runs.window)
 
 

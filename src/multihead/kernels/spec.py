@@ -121,9 +121,13 @@ class Spec:
 def cpu_frame(spec: Spec) -> Frame:
     """Where the mask is looked at; of a call on a device that is not there, meta or a GPU to be planned for, on the CPU."""
     frame = spec.frame
-    if spec.device.type == "meta" or (spec.device.type == "cuda" and not torch.cuda.is_available()):
-        frame.device = torch.device("cpu")
+    frame.device = torch.device("cpu") if spec.device.type == "meta" else present(spec.device)
     return frame
+
+
+def present(device: torch.device) -> torch.device:
+    """The device, or the CPU for a GPU that is only planned for."""
+    return torch.device("cpu") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 def transformed() -> bool:

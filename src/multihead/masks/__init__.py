@@ -23,7 +23,7 @@ from .readers import from_triu as from_triu
 from .readers import from_zeros as from_zeros
 from .tables import Allowed as Allowed
 from .tables import Blocked as Blocked
-from .text import parse as parse
+from .readers import parse as parse
 
 __all__ = [
     "Mask",

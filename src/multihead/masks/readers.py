@@ -121,3 +121,10 @@ def _additive(reader: str, mask: Tensor) -> Tensor:
 def _other(mask: Tensor, known: Tensor) -> str:
     index = [int(i) for i in (~known).nonzero()[0]]
     return f"{mask[tuple(index)].item():g} at {index}"
+
+
+def parse(text: str) -> Mask:
+    """The mask that a text names, such as "causal & window(1024)"; see masks/text.py."""
+    from .text import parse as read  # with parsers that few need
+
+    return read(text)

@@ -102,7 +102,7 @@ class Layout:
 def layouts(affines: Sequence[Affine], hints: Hints, dims: dict[str, int], width: int) -> Iterator[Layout]:
     """Every layout, likeliest first. dims: features of query, key and value; width: features of the output."""
     seen: set[tuple[object, ...]] = set()
-    for q, k, v, out in _roles(affines, dims, width):
+    for q, k, v, out in roles(affines, dims, width):
         for layout in _heads(q, k, v, out, hints, width):
             rows = tuple((id(r.affine), repr(cast(Any, _of(r)).tolist())) for r in (layout.q, layout.k, layout.v))
             key = (rows, id(out), layout.heads, layout.kv_heads, layout.strided)
@@ -111,7 +111,7 @@ def layouts(affines: Sequence[Affine], hints: Hints, dims: dict[str, int], width
                 yield layout
 
 
-def _roles(
+def roles(
     affines: Sequence[Affine], dims: dict[str, int], width: int
 ) -> Iterator[tuple[Affine, Affine, Affine, Affine | None]]:
     """Which affine map is which, by names first: q, k and v may be one, two or three maps; out may be missing."""

@@ -190,7 +190,7 @@ def tried(
     call: Call,
     affines: Sequence[Affine],
     errors: list[str],
-    kind: type[Driver] = Driver,
+    kind: Callable[[nn.Module, Call], Driver] = Driver,
     finite: bool = True,
 ) -> Driver | None:
     """The call with its output found in the result; None, and why in errors, where it cannot be made."""
@@ -221,4 +221,4 @@ def mixes(driver: Driver, axis: int) -> bool:
     for x in changed.values():
         x.select(axis, 0).mul_(-1.5)
     before, after = driver(given).select(axis, 1), driver(changed).select(axis, 1)
-    return not torch.allclose(before, after, rtol=1e-6, atol=1e-9)
+    return not torch.allclose(before, after, rtol=1e-6, atol=1e-9, equal_nan=True)

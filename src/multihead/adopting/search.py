@@ -44,8 +44,8 @@ class Found:
 class Search:
     """One module's search."""
 
-    def __init__(self, module: nn.Module, affines: Sequence[Affine], hints: Hints) -> None:
-        self.module, self.affines, self.hints = module, affines, hints
+    def __init__(self, module: nn.Module, affines: Sequence[Affine], hints: Hints, most: int = MOST) -> None:
+        self.module, self.affines, self.hints, self.most = module, affines, hints, most
         self.tried, self.nearest = 0, (math.inf, "nothing")
 
     def run(self, drivers: Sequence[Driver]) -> Found:
@@ -65,7 +65,7 @@ class Search:
         one, few = driver.inputs(2, 1, seed=1, size=size), driver.inputs(2, 5, seed=2, size=size)
         value_of = "value" if "value" in one else "key" if "key" in one else "memory" if "memory" in one else "query"
         single, several = driver(one), driver(few)
-        last = min(MOST, self.tried + MOST_OPEN) if opens else MOST
+        last = min(self.most, self.tried + MOST_OPEN) if opens else self.most
         for layout in layouts(self.affines, self.hints, dims, several.shape[2]):
             if not opens and not _close(layout.one_token(one[value_of]), single):
                 continue

@@ -247,7 +247,7 @@ def page(found: dict[str, Any]) -> str:
 ## Time and memory of `multihead check FILE`, from a cold start
 
 Both processes together, import of torch in each included; the best of {found["runs"]} runs, the largest memory of all. The machine had
-a load of {found["load"]:.1f} on its {os.cpu_count()} cores from others meanwhile, so that seconds (s) say less than seconds of CPU (cpu), which an idle
+a load of {found["load"]:.1f} on its {os.cpu_count()} cores from other work meanwhile, so that seconds (s) say less than seconds of CPU (cpu), which an idle
 machine needs at most. Slowest {worst:.1f} s, {cpu:.1f} s of CPU (must: 5 s), largest {memory:.0f} MiB (must: 1,024 MiB).
 
 {table(found["times"])}

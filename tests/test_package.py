@@ -62,6 +62,7 @@ def test_imports_point_one_way():
         "layer",
         "compat",
         "adopting",
+        "checking",
         "testing",
         "demo",
         "planning",

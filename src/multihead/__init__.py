@@ -10,6 +10,7 @@ from .adopting import register_with_transformers as register_with_transformers
 from .adopting import restore as restore
 from .attend import attention as attention
 from .cache import KVCache as KVCache
+from .checking import check as check
 from .layer import MultiHeadAttention as MultiHeadAttention
 from .masks import Allowed as Allowed
 from .masks import Blocked as Blocked
@@ -59,6 +60,7 @@ __all__ = [
     "restore",
     "register_with_transformers",
     "AdoptionError",
+    "check",
     "compat",
     "masks",
     "positions",

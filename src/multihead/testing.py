@@ -140,5 +140,20 @@ def check(
         )
 
 
+def assert_attention(module: Any, **options: Any) -> None:
+    """Raise AssertionError, with the report, where multihead.check finds something wrong in an attention module.
+
+        def test_attention():
+            assert_attention(MyAttention(64, 4))      # or the class, or a function
+
+    options  as for multihead.check
+    """
+    from .checking import check as examined
+
+    report = examined(module, **options)
+    if not report.ok:
+        raise AssertionError(f"assert_attention: {', '.join(f.name for f in report.findings if f.level == 'wrong')}\n{report}")
+
+
 def _double(x: Tensor) -> Tensor:
     return x.detach().double().requires_grad_()

@@ -133,23 +133,24 @@ class Driver:
 
 def drivers(module: nn.Module, affines: Sequence[Affine], hints: Hints) -> list[Driver]:
     """The ways in which the copy can be called, likeliest first. Raises where there is none."""
-    base, errors = _signature(module), list[str]()
-    found = [driver for call in _forms(base, affines, hints) if (driver := _tried(module, call, affines, errors))]
+    base, errors = signature(module), list[str]()
+    found = [driver for call in forms(base, affines, hints) if (driver := tried(module, call, affines, errors))]
     if not found:
         raise AdoptionError(
             "no way to call it was found; "
             + (f"the last try said: {errors[-1]}" if errors else f"its forward takes ({', '.join(base.parameters)})")
         )
     for i, driver in enumerate(found):
-        across, along = _mixes(driver, 0), _mixes(driver, 1)
+        across, along = mixes(driver, 0), mixes(driver, 1)
         if across and along:
             raise AdoptionError("its output for one batch entry depends on the others")
         if across:
             found[i] = Driver(module, replace(driver.call, batch_first=False))
-    return [d for d in found if _mixes(d, 1)]
+    return [d for d in found if mixes(d, 1)]
 
 
-def _signature(module: nn.Module) -> Call:
+def signature(module: nn.Module) -> Call:
+    """The parameters of its forward, and what their names say they are for."""
     try:
         parameters = inspect.signature(module.forward).parameters
     except (ValueError, TypeError) as error:
@@ -167,7 +168,7 @@ def _signature(module: nn.Module) -> Call:
     return Call(plain, roles, any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
-def _forms(base: Call, affines: Sequence[Affine], hints: Hints) -> Iterator[Call]:
+def forms(base: Call, affines: Sequence[Affine], hints: Hints) -> Iterator[Call]:
     """What to feed, of which sizes, with which rotations."""
     sizes = [n for n, _ in Counter(a.in_features for a in affines).most_common(3)]
     fed = [("query", "key", "value")] if base.takes("value") else [("query",)]
@@ -184,8 +185,16 @@ def _forms(base: Call, affines: Sequence[Affine], hints: Hints) -> Iterator[Call
             yield replace(base, fed=roles, dims=dims, form=form, turned=width)
 
 
-def _tried(module: nn.Module, call: Call, affines: Sequence[Affine], errors: list[str]) -> Driver | None:
-    driver = Driver(module, call)
+def tried(
+    module: nn.Module,
+    call: Call,
+    affines: Sequence[Affine],
+    errors: list[str],
+    kind: Callable[[nn.Module, Call], Driver] = Driver,
+    finite: bool = True,
+) -> Driver | None:
+    """The call with its output found in the result; None, and why in errors, where it cannot be made."""
+    driver = kind(module, call)
     try:
         leaves = pytree.tree_leaves(driver.run(driver.inputs(2, 3)))
     except Exception as error:
@@ -199,17 +208,17 @@ def _tried(module: nn.Module, call: Call, affines: Sequence[Affine], errors: lis
         )
         return None
     out = next((i for i in fitting if leaves[i].shape[2] in widths), fitting[0])
-    if not bool(leaves[out].isfinite().all()):
+    if finite and not bool(leaves[out].isfinite().all()):
         errors.append("its output is not finite")
         return None
-    return Driver(module, replace(call, out=out))
+    return kind(module, replace(call, out=out))
 
 
-def _mixes(driver: Driver, axis: int) -> bool:
+def mixes(driver: Driver, axis: int) -> bool:
     """Whether what stands first along the axis has influence on what stands second."""
     given = driver.inputs(2, 3)
     changed = {role: x.clone() for role, x in given.items()}
     for x in changed.values():
         x.select(axis, 0).mul_(-1.5)
     before, after = driver(given).select(axis, 1), driver(changed).select(axis, 1)
-    return not torch.allclose(before, after, rtol=1e-6, atol=1e-9)
+    return not torch.allclose(before, after, rtol=1e-6, atol=1e-9, equal_nan=True)

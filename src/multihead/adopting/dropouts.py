@@ -28,7 +28,7 @@ class Dropouts:
 
 def find_dropouts(driver: Driver, layout: Layout) -> Dropouts:
     """The dropouts of an exact copy, which is left as it was."""
-    module, sites = driver.module, list(_sites(driver.module))
+    module, sites = driver.module, list(find_sites(driver.module))
     found: dict[str, list[float]] = {"weights": [], "out": []}
     unknown: list[str] = []
     given = driver.inputs(2, 5, seed=8)
@@ -38,26 +38,26 @@ def find_dropouts(driver: Driver, layout: Layout) -> Dropouts:
     try:
         with torch.random.fork_rng(devices=[]):
             for name, owner, key, p in sites:
-                half, none = (_ask(driver, given, sites, owner, key, q) for q in (0.5, 1.0))
+                half, none = (ask(driver, given, sites, owner, key, q) for q in (0.5, 1.0))
                 if half is None or none is None:
                     unknown.append(name)
-                elif _near(half, kept):
+                elif near(half, kept):
                     continue  # it is never used
                 elif bool((half.isclose(2 * kept) | (half == 0)).all()):
                     found["out"].append(p)
-                elif _near(none, nothing):
+                elif near(none, nothing):
                     found["weights"].append(p)
                 else:
                     unknown.append(name)
-            rest = _ask(driver, given, sites, {}, "", 0.0)  # nothing drops any more
-            if rest is None or not _near(rest, kept):
+            rest = ask(driver, given, sites, {}, "", 0.0)  # nothing drops any more
+            if rest is None or not near(rest, kept):
                 unknown.append("what changes its output though no dropout of its own drops")
     finally:
         module.eval()
     return Dropouts(_both(found["weights"]), _both(found["out"]), tuple(unknown))
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
+def near(x: Tensor, y: Tensor) -> bool:
     return off(x, y) <= CLOSE or float((x - y).abs().max()) <= 1e-9
 
 
@@ -68,7 +68,7 @@ def _both(several: list[float]) -> float:
     return 1 - kept if len(several) > 1 else several[0] if several else 0.0
 
 
-def _sites(module: nn.Module) -> Iterator[Site]:
+def find_sites(module: nn.Module) -> Iterator[Site]:
     """Each dropout by name, where its probability is kept, and that."""
     for prefix, sub in named(module):
         own = vars(sub)
@@ -78,7 +78,7 @@ def _sites(module: nn.Module) -> Iterator[Site]:
                 yield ".".join(filter(None, (prefix, key))), own, key, own[key]
 
 
-def _ask(
+def ask(
     driver: Driver, given: dict[str, Tensor], sites: list[Site], owner: dict[str, Any], key: str, p: float
 ) -> Tensor | None:
     """The output where one dropout has this probability and the others never drop."""

@@ -32,7 +32,7 @@ class Hints:
     @property
     def heads(self) -> list[int]:
         """Numbers of query heads."""
-        return self.whole(r"head|^n?_?h$", without=r"dim|size|kv|key_value|group|scale|mask")
+        return self.whole(r"head|^n?_?h$|头", without=r"dim|size|kv|key_value|group|scale|mask")
 
     @property
     def kv_heads(self) -> list[int]:

@@ -102,7 +102,7 @@ class Layout:
 def layouts(affines: Sequence[Affine], hints: Hints, dims: dict[str, int], width: int) -> Iterator[Layout]:
     """Every layout, likeliest first. dims: features of query, key and value; width: features of the output."""
     seen: set[tuple[object, ...]] = set()
-    for q, k, v, out in _roles(affines, dims, width):
+    for q, k, v, out in roles(affines, dims, width):
         for layout in _heads(q, k, v, out, hints, width):
             rows = tuple((id(r.affine), repr(cast(Any, _of(r)).tolist())) for r in (layout.q, layout.k, layout.v))
             key = (rows, id(out), layout.heads, layout.kv_heads, layout.strided)
@@ -111,7 +111,7 @@ def layouts(affines: Sequence[Affine], hints: Hints, dims: dict[str, int], width
                 yield layout
 
 
-def _roles(
+def roles(
     affines: Sequence[Affine], dims: dict[str, int], width: int
 ) -> Iterator[tuple[Affine, Affine, Affine, Affine | None]]:
     """Which affine map is which, by names first: q, k and v may be one, two or three maps; out may be missing."""
@@ -140,15 +140,15 @@ def _heads(q: Affine, k: Affine, v: Affine, out: Affine | None, hints: Hints, wi
         if inner % heads or not heads <= MOST_HEADS:
             continue
         for dim in dict.fromkeys([d for d in (rows // heads, inner // heads, *hints.head_dims) if d]):
-            for parts in _parts(q, k, v, heads, dim, inner // heads):
-                yield from _orders(Layout(*parts, out, heads, len(_of(parts[1])) // dim, dim, inner // heads))
+            for rows_of in parts(q, k, v, heads, dim, inner // heads):
+                yield from _orders(Layout(*rows_of, out, heads, len(_of(rows_of[1])) // dim, dim, inner // heads))
 
 
 def _of(rows: Rows) -> Tensor:
     return torch.arange(rows.affine.out_features) if rows.index is None else rows.index
 
 
-def _parts(q: Affine, k: Affine, v: Affine, heads: int, dim: int, v_dim: int) -> Iterator[tuple[Rows, Rows, Rows]]:
+def parts(q: Affine, k: Affine, v: Affine, heads: int, dim: int, v_dim: int) -> Iterator[tuple[Rows, Rows, Rows]]:
     """The rows of each, for heads of `dim` features."""
     if q is k is v:
         if dim == v_dim:

@@ -25,7 +25,7 @@ from .dropouts import Dropouts, find_dropouts
 from .hints import Hints
 from .probe import Behaviour, Probe, predict
 from .rotations import configured
-from .search import CLOSE, Found, Search, off
+from .search import CLOSE, MOST, Found, Search, off
 from .turning import FORMS, Form
 
 LONG, LONGEST = 100, 1100  # tokens of the longest proof where nothing tells of a limit, and where something does
@@ -97,8 +97,8 @@ class Reading:
     left_out: list[str]
 
 
-def read(module: nn.Module) -> Reading:
-    """from_module(), with everything that was learned on the way."""
+def read(module: nn.Module, most: int = MOST) -> Reading:
+    """from_module(), with everything that was learned on the way; most: hypotheses before it gives up."""
     if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"from_module: needs an nn.Module; got a {type(module).__name__}")
     if isinstance(module, MultiHeadAttention):
@@ -108,7 +108,7 @@ def read(module: nn.Module) -> Reading:
     try:
         with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
-            return _read(module)
+            return _read(module, most)
     except AdoptionError as error:
         raise AdoptionError(f"from_module: {type(module).__name__} cannot be adopted: {error}") from None
     except Exception as error:
@@ -116,10 +116,10 @@ def read(module: nn.Module) -> Reading:
         raise AdoptionError(f"from_module: {type(module).__name__} cannot be adopted: reading it failed with {said}") from error
 
 
-def _read(module: nn.Module) -> Reading:
+def _read(module: nn.Module, most: int) -> Reading:
     moved = perturbed(exact_copy(module))  # as it is, a zero or a one may hide what a parameter is for
     affines, hints = find(moved), Hints(module)
-    found = Search(moved, affines, hints).run(drivers(moved, affines, hints))
+    found = Search(moved, affines, hints, most).run(drivers(moved, affines, hints))
     driver, layout = found.driver, found.layout
     dropouts = find_dropouts(driver, layout)
     core, (error, compared, longest) = _proven(moved, found, hints, _lengths(module, hints, affines))
@@ -199,7 +199,8 @@ def _prove_gradients(driver: Driver, exact: MultiHeadAttention, found: Found) ->
             try:
                 out = driver(leaves, grad=True) if theirs else predict(exact, leaves)
                 cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=out.dtype)
-                came = torch.autograd.grad(out, list(leaves.values()), cotangent, allow_unused=True, materialize_grads=True)
+                total = (out * cotangent).sum()  # a scalar: other outputs make torch import sympy, which takes 0.6 s
+                came = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
             except RuntimeError:  # it keeps no graph, or breaks it in place
                 return
         grads.append(dict(zip(leaves, came, strict=True)))

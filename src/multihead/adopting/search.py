@@ -44,8 +44,8 @@ class Found:
 class Search:
     """One module's search."""
 
-    def __init__(self, module: nn.Module, affines: Sequence[Affine], hints: Hints) -> None:
-        self.module, self.affines, self.hints = module, affines, hints
+    def __init__(self, module: nn.Module, affines: Sequence[Affine], hints: Hints, most: int = MOST) -> None:
+        self.module, self.affines, self.hints, self.most = module, affines, hints, most
         self.tried, self.nearest = 0, (math.inf, "nothing")
 
     def run(self, drivers: Sequence[Driver]) -> Found:
@@ -61,11 +61,11 @@ class Search:
         dims = dict(zip(call.fed, call.dims, strict=True))
         dims = {"query": dims["query"], "key": dims.get("key", dims.get("memory", dims["query"]))} | dims
         dims["value"] = dims.get("value", dims["key"])
-        size = self._size(dims)
+        size = self.fitting_size(dims)
         one, few = driver.inputs(2, 1, seed=1, size=size), driver.inputs(2, 5, seed=2, size=size)
         value_of = "value" if "value" in one else "key" if "key" in one else "memory" if "memory" in one else "query"
         single, several = driver(one), driver(few)
-        last = min(MOST, self.tried + MOST_OPEN) if opens else MOST
+        last = min(self.most, self.tried + MOST_OPEN) if opens else self.most
         for layout in layouts(self.affines, self.hints, dims, several.shape[2]):
             if not opens and not _close(layout.one_token(one[value_of]), single):
                 continue
@@ -98,7 +98,7 @@ class Search:
                 return None
         return Found(driver, layout, core, worst, self.tried, size) if worst <= CLOSE else None
 
-    def _size(self, dims: dict[str, int]) -> float:
+    def fitting_size(self, dims: dict[str, int]) -> float:
         """Inputs large enough for scores to matter: projections of root mean square about 1.5."""
         gains = [
             float(a.weight.square().mean().sqrt()) * math.sqrt(a.in_features)
@@ -156,11 +156,11 @@ class Search:
 
     def _cores(self, driver: Driver, layout: Layout, opens: bool) -> Iterator[Core]:
         axes: list[list[dict[str, Any]]] = [
-            [{"norms": x} for x in self._norms(layout)],
-            [{"turn": x} for x in self._turns(driver, layout)],
-            self._biases(layout),
-            [{"softcap": x} for x in self._softcaps()],
-            [{"mask": x} for x in self._masks()],
+            [{"norms": x} for x in self.norms(layout)],
+            [{"turn": x} for x in self.turns(driver, layout)],
+            self.biases(layout),
+            [{"softcap": x} for x in self.softcaps()],
+            [{"mask": x} for x in self.own_masks()],
             [{"scale": x} for x in self._scales(layout)],
         ]
         if opens:
@@ -179,16 +179,16 @@ class Search:
         near = [x for x in said if not math.isclose(x, D**-0.5, rel_tol=1e-9)]
         return [None, *dict.fromkeys(near[:8] + usual)]
 
-    def _masks(self) -> list[Mask | None]:
+    def own_masks(self) -> list[Mask | None]:
         windows = [w for n in self.hints.windows if n <= 512 for w in (n, n + 1)]
         causal = [Causal(), *(Causal() & Window(w) for w in windows)]
         return [None, *causal, *(Window(w, ahead=w - 1) for w in windows)]
 
-    def _softcaps(self) -> list[float | None]:
+    def softcaps(self) -> list[float | None]:
         found = self.hints.real(r"cap|clamp")
         return [*(v for v in found if v > 0), None]
 
-    def _norms(self, layout: Layout) -> list[tuple[str, str] | None]:
+    def norms(self, layout: Layout) -> list[tuple[str, str] | None]:
         """Pairs of modules that change [batch, heads, tokens, head_dim] and are no projections."""
         taken = {a.name for a in self.affines}
         found: list[str] = []
@@ -207,7 +207,7 @@ class Search:
         pairs.sort(key=lambda pair: -("q" in pair[0].lower()) - ("k" in pair[1].lower()))
         return [*pairs[:6], *((n, n) for n in found[:4]), None]
 
-    def _turns(self, driver: Driver, layout: Layout) -> list[RoPE | None]:
+    def turns(self, driver: Driver, layout: Layout) -> list[RoPE | None]:
         call = driver.call
         both = ("half", "interleaved")
         if call.form is not None:
@@ -230,7 +230,7 @@ class Search:
                 if 2 <= dim <= head_dim and dim % 2 == 0:
                     yield theta, dim
 
-    def _biases(self, layout: Layout) -> list[dict[str, Any]]:
+    def biases(self, layout: Layout) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for name, sub in named(self.module):
             if isinstance(sub, nn.Embedding) and sub.embedding_dim == layout.heads:

@@ -21,9 +21,9 @@ from .readers import from_sdpa as from_sdpa
 from .readers import from_torch as from_torch
 from .readers import from_triu as from_triu
 from .readers import from_zeros as from_zeros
+from .readers import parse as parse
 from .tables import Allowed as Allowed
 from .tables import Blocked as Blocked
-from .readers import parse as parse
 
 __all__ = [
     "Mask",

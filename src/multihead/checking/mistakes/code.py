@@ -1,0 +1,121 @@
+"""Mistakes that keep a file or a module from running at all, or that it runs in spite of."""
+
+from __future__ import annotations
+
+from .mistake import Mistake, Text
+
+CODE = (
+    Mistake(
+        "forward_misspelt",
+        Text("forward is misspelt", "forward 拼写错误"),
+        Text("torch calls forward and nothing else: the method is never run.", "torch 只会调用 forward：这个方法永远不会被执行。"),
+        "def farward(self, x):",
+        "def forward(self, x):",
+        at="def",
+        swaps=((r"def \w+\(", "def forward("),),
+    ),
+    Mistake(
+        "unknown_name",
+        Text("a method or attribute that does not exist", "不存在的方法或属性"),
+        Text("The line raises as soon as it runs.", "执行到这一行就会报错。"),
+        "scores = scores.mask_fill(mask == 0, -1e9)",
+        "scores = scores.masked_fill(mask == 0, -1e9)",
+        at="error",
+    ),
+    Mistake(
+        "result_discarded",
+        Text("a result is thrown away", "计算结果没有被使用"),
+        Text(
+            "The method gives a new tensor and leaves the old one as it is: without an assignment the line does nothing.",
+            "这个方法返回新的张量，不修改原来的；不赋值，这一行就等于没写。",
+        ),
+        "scores.masked_fill(mask == 0, float('-inf'))",
+        "scores = scores.masked_fill(mask == 0, float('-inf'))",
+        at="",
+        swaps=((r"^(\s*)(\w+)\.", r"\1\2 = \2."),),
+    ),
+    Mistake(
+        "undefined",
+        Text("a name that is never defined or imported", "使用了未定义（未导入）的名字"),
+        Text("The file does not run by itself.", "这个文件单独运行会报 NameError。"),
+        "y = math.sqrt(x)",
+        "import math\ny = math.sqrt(x)",
+        level="risk",
+        at="name",
+    ),
+    Mistake(
+        "import_fails",
+        Text("an import fails", "导入失败"),
+        Text("The module is not installed here, or has no such name.", "该模块没有安装，或其中没有这个名字。"),
+        "from tkinter import NO",
+        "",
+        level="risk",
+        at="name",
+    ),
+    Mistake(
+        "syntax",
+        Text("the file is not Python", "语法错误"),
+        Text("Nothing of it can run until this is mended.", "改好之前整个文件都无法运行。"),
+        "",
+        "",
+        at="error",
+    ),
+    Mistake(
+        "punctuation",
+        Text("full-width punctuation in code", "代码里用了全角标点"),
+        Text("Python knows ( ) , : in their ASCII form alone.", "Python 只认识半角的 ( ) , : 等符号。"),
+        "def forward（self，x）：",
+        "def forward(self, x):",
+        at="error",
+    ),
+    Mistake(
+        "import_runs",
+        Text("the file does not come to its end when it is imported", "导入这个文件时没有正常结束"),
+        Text(
+            "Code at the top level runs at every import; what is a script belongs under if __name__ == '__main__'.",
+            "顶层代码每次导入都会执行；脚本部分应放在 if __name__ == '__main__' 下面。",
+        ),
+        "train()",
+        "if __name__ == '__main__':\n    train()",
+        level="risk",
+        at="error",
+    ),
+    Mistake(
+        "call_fails",
+        Text("it raises when it is called", "调用时报错"),
+        Text("No inputs of the usual kinds go through it.", "用各种常见形式的输入都无法跑通。"),
+        "",
+        "",
+        at="error",
+    ),
+    Mistake(
+        "check_fails",
+        Text("the check itself could not go on", "检查器自身未能继续"),
+        Text("This says nothing about the module; please report it.", "这不说明模块有错；请向我们反馈。"),
+        "",
+        "",
+        level="risk",
+        at="error",
+    ),
+    Mistake(
+        "not_built",
+        Text("it could not be constructed", "无法构造实例"),
+        Text(
+            "No arguments were found that its constructor takes; give them: --init \"d_model=64, num_heads=4\".",
+            "没有找到构造函数能接受的参数；请用 --init \"d_model=64, num_heads=4\" 给出。",
+        ),
+        "",
+        "",
+        level="risk",
+        at="error",
+    ),
+    Mistake(
+        "limit",
+        Text("it went beyond the limits of time or memory", "超出了时间或内存限制"),
+        Text("The check was ended. --seconds and --gib move the limits.", "检查被终止。可以用 --seconds 和 --gib 调整限制。"),
+        "",
+        "",
+        level="risk",
+        at="error",
+    ),
+)  # fmt: skip

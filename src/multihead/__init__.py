@@ -28,6 +28,9 @@ from .plan import plan as plan
 from .positions import ALiBi as ALiBi
 from .positions import RelativeBias as RelativeBias
 from .positions import RoPE as RoPE
+from .recording import find_heads as find_heads
+from .recording import load as load
+from .recording import record as record
 
 __version__ = "0.1.0"
 
@@ -57,6 +60,9 @@ __all__ = [
     "restore",
     "register_with_transformers",
     "AdoptionError",
+    "record",
+    "load",
+    "find_heads",
     "compat",
     "masks",
     "positions",

@@ -111,7 +111,7 @@ class Answers:
         B, H, _, T, S = call.sizes
         hs, ts, ss = _index("head", head, H), _index("queries", queries, T), _index("keys", keys, S)
         with torch.set_grad_enabled(differentiable), torch._C.DisableTorchFunction(), _plain(call):  # pyright: ignore[reportPrivateUsage]
-            sight, columns = Sight(call), torch.tensor(ss, device=call.q.device)
+            sight, columns = Sight(call), torch.tensor(ss, device=call.q.device, dtype=torch.int64)
             found = torch.stack(
                 [torch.stack([_rows(call, sight, b, h, ts, columns) for h in hs]) for b in range(B)]
                 if hs and B

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -64,10 +64,20 @@ class Recorder:
             warnings.warn("record: attention that could not be read: " + "; ".join(said), UserWarning, stacklevel=2)
 
 
-def _eagerly() -> AbstractContextManager[Any]:
+@contextmanager
+def _eagerly() -> Iterator[None]:
     """Compiled models run uncompiled while they are recorded: there is no Python to see in them otherwise."""
-    compiles = sys.modules.get("torch._dynamo") is not None
-    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager")) if compiles else nullcontext()
+    if sys.modules.get("torch._dynamo") is None:
+        yield
+        return
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+    ours = [one for one in warnings.filters if one not in before]
+    try:
+        with cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager")):
+            yield
+    finally:
+        warnings.filters[:] = [one for one in warnings.filters if one not in ours]  # pyright: ignore[reportIndexIssue]
 
 
 class Watch(TorchFunctionMode):

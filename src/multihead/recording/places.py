@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks_with_kwargs as with_kwargs  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 Leave = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
@@ -41,6 +42,7 @@ class Places:
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
+            with_kwargs.pop(hook.id, None)  # torch forgets to: every module call would go the slow way from then on
         self.hooks, self.stack = [], []
         self.modules.clear()
         self.names.clear()
@@ -64,7 +66,7 @@ class Places:
 
     def _learn(self, root: nn.Module) -> None:
         for name, module in root.named_modules():
-            known = self.names.get(id(module))
+            name, known = name.replace("_orig_mod.", "").removesuffix("_orig_mod"), self.names.get(id(module))
             if known is None or len(name) > len(known):
                 self.names[id(module)] = name
                 self.modules[id(module)] = module
@@ -81,7 +83,8 @@ class Places:
         self.stack.append(module)
         self.entered(module)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
+        kwargs, result = more if len(more) == 2 else ({}, None)  # after an exception torch forgets the keywords
         if threading.get_ident() != self.thread or module not in self.stack:
             return
         while self.stack.pop() is not module:  # what an exception left behind

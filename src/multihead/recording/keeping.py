@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..masks import Allowed, Frame, Mask, evaluate
+from ..masks import Frame, Mask, evaluate
 from ..masks.blocks import split
 from .call import Call
 from .recording import One, Recording, Seen
@@ -181,7 +181,10 @@ def _tensor(raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def _about(path: Any, metadata: dict[str, str]) -> dict[str, Any]:
     if "multihead" not in metadata:
         raise FileError(f"load: {path} is a safetensors file, but not one that Recording.save() wrote")
-    about = json.loads(metadata["multihead"])
+    try:
+        about: dict[str, Any] = json.loads(metadata["multihead"])
+    except ValueError as error:
+        raise FileError(f"load: {path} is damaged: its header cannot be read ({error})") from error
     if about.get("version", 0) > VERSION:
         raise FileError(
             f"load: {path} is of version {about['version']}, this multihead reads up to {VERSION}; upgrade it: pip install -U multihead"
@@ -212,7 +215,7 @@ def _called(said: dict[str, Any], name: str, key: str, tensors: dict[str, Tensor
 
 def _masked(start: Tensor | None, end: Tensor | None, table: Tensor | None) -> Mask | None:
     spans = None if start is None or end is None else Intervals(start.long(), end.long())
-    rest = None if table is None else compact(table) or Allowed(table)
+    rest = None if table is None else compact(table)
     if spans is None or rest is None:
         return rest if spans is None else spans
     return spans & rest

@@ -6,6 +6,7 @@ w[t,s] are the weights of a head, l[t,s] its scores, and t ranges over queries, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -156,7 +157,7 @@ class StrongestKey(Statistic):
 
     def take(self, block: Block) -> None:
         self.out[block.rows] = block.peak
-        self.key[block.rows] = torch.where(block.live, _argmax(block.w) + block.j.start, -1)
+        self.key[block.rows] = torch.where(block.live, block.strongest + block.j.start, -1)
 
     def result(self) -> Strongest:
         return Strongest(self.out, self.key)
@@ -253,7 +254,7 @@ class Picture(Statistic):
             x = block.bands(self.row, how)
             cells = -(-(left + x.shape[2]) // self.column)
             x = torch.nn.functional.pad(x, (left, cells * self.column - left - x.shape[2])) if self.column > 1 else x
-            x = getattr(x.view(*x.shape[:2], cells, self.column), how)(3)
+            x = _pooled(x.view(*x.shape[:2], cells, self.column), how)
             into = out[block.b, block.h, first : first + x.shape[1], begin : begin + cells]
             into.add_(x) if how == "sum" else torch.maximum(into, x, out=into)
 
@@ -326,15 +327,11 @@ def look(
                 take(block)
 
 
-def _argmax(w: Tensor) -> Tensor:
-    """argmax over the last axis, in two steps that a CPU's vectors can do: 64 strided parts first, the best part then."""
-    n, R, C = w.shape
-    if C % 64 or C < 512 or not w.is_cpu:
-        return w.argmax(-1)
-    parts = w.view(n, R, 64, C // 64)
-    best = parts.amax(2).argmax(-1, keepdim=True)  # the columns c with c mod (C // 64) == best
-    inside = parts.gather(3, best.unsqueeze(2).expand(-1, -1, 64, 1)).squeeze(3).argmax(-1)
-    return inside * (C // 64) + best.squeeze(-1)
+def _pooled(x: Tensor, how: str) -> Tensor:
+    """The last axis reduced by "sum" or "amax"; torch is slow at that where it is short."""
+    if how == "sum":
+        return x @ x.new_ones(x.shape[3])
+    return functools.reduce(torch.maximum, x.unbind(3)) if x.shape[3] <= 8 else x.amax(3)
 
 
 def _whole(name: str, value: Any, default: int, least: int) -> int:

@@ -18,7 +18,9 @@ from .call import Call
 from .sight import LOW, Sight
 
 ROWS, MOST, FEW = 256, 2**21, 32  # rows of a block; numbers in it; rows it has even where that makes more numbers
-SMALL = 2**18  # blocks of fewer numbers take several heads at once
+SMALL = 2**20  # blocks of fewer numbers take several heads at once
+LARGE = 2**14  # from so many numbers on a head's product goes through nt()
+TILE = 1024  # columns of one product
 
 
 class Block:
@@ -30,14 +32,16 @@ class Block:
     lse    [heads, rows]: the log-sum-exp, sinks included;   mass  the sum of a row's weights;   live  whether it sees anything
     """
 
-    def __init__(self, s: Tensor, scores: bool, sinks: Tensor | None, at: tuple[int, slice, slice, slice], shift: int) -> None:
+    def __init__(
+        self, s: Tensor, w: Tensor | None, sinks: Tensor | None, at: tuple[int, slice, slice, slice], shift: int
+    ) -> None:  # fmt: skip
         self.b, self.h, self.i, self.j = at
         self.shift = shift  # the column of query 0's own position
         self.most = s.amax(-1)
         self.live = self.most > LOW / 2
-        self.s = s if scores else None
-        self.w = torch.softmax(s, -1) if scores else torch.softmax(s, -1, out=s)
-        self.peak = self.w.amax(-1)
+        self.s = None if w is None else s
+        self.w = torch.softmax(s, -1, out=s if w is None else w)
+        self.peak = self.parts.amax(-1)
         self.lse = self.most - self.peak.log()
         self.mass = self.live.to(s.dtype)
         if sinks is not None:
@@ -52,6 +56,23 @@ class Block:
             self.most.masked_fill_(dead, -math.inf)
             self.lse.masked_fill_(dead, -math.inf)
         self._bands: dict[tuple[int, str], Tensor] = {}
+
+    @cached_property
+    def parts(self) -> Tensor:
+        """[heads, rows, columns / n]: the largest weight of the n columns c, c + columns / n, …; a CPU's vectors can do that."""
+        C = self.w.shape[2]
+        n = next((n for n in (64, 32, 16, 8, 4) if C % n == 0 and C // n >= 128), 1)
+        return self.w if n == 1 or not self.w.is_cpu else self.w.unflatten(2, (n, -1)).amax(2)
+
+    @property
+    def strongest(self) -> Tensor:
+        """[heads, rows]: the column, counted from the block's first, of the largest weight; of equal ones any."""
+        best = self.parts.argmax(-1, keepdim=True)
+        n = self.w.shape[2] // max(self.parts.shape[2], 1)
+        if n == 1:
+            return best.squeeze(-1)
+        inside = self.w.unflatten(2, (n, -1)).gather(3, best.unsqueeze(2).expand(-1, -1, n, 1)).squeeze(3).argmax(-1)
+        return inside * self.parts.shape[2] + best.squeeze(-1)
 
     @property
     def rows(self) -> tuple[int, slice, slice]:
@@ -97,19 +118,23 @@ def blocks(
     at_once = max(1, min(H, SMALL // (R * S)))
     at_once = at_once if G == H or at_once == 1 else max(1, at_once // (H // G)) * (H // G)
     sight, shifts = Sight(call, R), call.shift
+    room = [torch.empty(at_once * R * S, dtype=dtype, device=call.q.device) for _ in range(1 + scores)]
     sinks = None if call.sinks is None else call.sinks.to(dtype)
     for b in range(B):
         for h0 in range(0, H, at_once):
             h = slice(h0, min(h0 + at_once, H))
             g = slice(h0 * G // H, -(-h.stop * G // H))
             q, k = call.q[b, h].to(dtype) * call.scale, call.k[b, g].to(dtype).contiguous()
-            for i0 in range(0, T, R):
+            for i0 in reversed(range(0, T, R)):  # the widest first: what it frees, the others fit into
                 i = slice(i0, min(i0 + R, T))
                 j = slice(*sight.columns(b, i))
-                s = sight.finish(products(q[:, i], k[:, j]), b, h, i, j)
-                yield Block(s, scores, None if sinks is None else sinks[h, None], (b, h, i, j), shifts[b])
+                sizes = (h.stop - h.start, i.stop - i0, j.stop - j.start)
+                views = [x[: math.prod(sizes)].view(sizes) for x in room]
+                s = sight.finish(products(q[:, i], k[:, j], views[0]), b, h, i, j)
+                w = views[1] if scores else None
+                yield Block(s, w, None if sinks is None else sinks[h, None], (b, h, i, j), shifts[b])
                 if tick is not None:
-                    tick((b * H * T + h0 * T + i.stop * (h.stop - h0)) / (B * H * T))
+                    tick((b * H * T + h0 * T + (T - i0) * (h.stop - h0)) / (B * H * T))
 
 
 def rows(call: Call, sight: Sight, b: int, h: int, i: slice) -> Tensor:
@@ -129,14 +154,25 @@ def _wide(call: Call) -> torch.dtype:
     return torch.float64 if call.q.dtype == torch.float64 else torch.float32
 
 
-def products(q: Tensor, k: Tensor) -> Tensor:
-    """q [heads, rows, D] · k [heads | fewer, columns, D] → [heads, rows, columns]"""
+def products(q: Tensor, k: Tensor, out: Tensor) -> Tensor:
+    """q [heads, rows, D] · k [heads | fewer, columns, D] → out [heads, rows, columns]
+
+    A new tensor of many megabytes costs more than what is computed into it, so that one is used again and again.
+    """
     n, R, D = q.shape
-    if n == 1:
+    if n == 1 and TILE <= k.shape[1] <= 4 * TILE:
         return nt(q[0].contiguous(), k[0]).unsqueeze(0)
+    if R * k.shape[1] >= LARGE:
+        share = n // k.shape[0]
+        for h in range(n):
+            x = q[h].contiguous()
+            for c in range(0, k.shape[1], TILE):
+                out[h, :, c : c + TILE] = nt(x, k[h // share, c : c + TILE])
+        return out
     if k.shape[0] == n:
-        return torch.bmm(q, k.mT)
-    return torch.bmm(q.reshape(k.shape[0], -1, D), k.mT).view(n, R, -1)
+        return torch.bmm(q, k.mT, out=out)
+    torch.bmm(q.reshape(k.shape[0], -1, D), k.mT, out=out.view(k.shape[0], -1, out.shape[2]))
+    return out
 
 
 def nt(x: Tensor, w: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def positions(frame):
 
 def statistics(w, lse, s, offset, numbers):
     """All of them; `offset` is k − q, `numbers` what top, first, within, offsets and map are asked for."""
-    B, H, T, S = w.shape
+    B, _, T, S = w.shape
     live = lse.isfinite()
     near = offset.expand(B, 1, T, S)
     first, within = numbers["first"], numbers["within"]

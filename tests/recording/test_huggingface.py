@@ -41,12 +41,29 @@ def check(seen, weights, given):
     for place, want in zip(seen, weights, strict=True):
         rows = live(given, want)
         torch.testing.assert_close(place.weights() * rows, want * rows, rtol=1e-4, atol=2e-6)
-        found = place.compute("entropy", "effective_keys", "distance", "strongest", "first", "within", "top", "received", "map", **NUMBERS | {"map": 4})
+        found = place.compute(
+            "entropy",
+            "effective_keys",
+            "distance",
+            "strongest",
+            "first",
+            "within",
+            "top",
+            "received",
+            "map",
+            **NUMBERS | {"map": 4},
+        )
         w = place.weights().double()
         call = place.calls[0]
         exact = dense.statistics(w, w.sum(-1).log(), w.log(), dense.positions(call.frame), NUMBERS)
         for name in ("entropy", "effective_keys", "distance", "first", "within", "received"):
-            torch.testing.assert_close(found[name].double(), exact[name], rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{place.name} {name}: {m}")
+            torch.testing.assert_close(
+                found[name].double(),
+                exact[name],
+                rtol=1e-4,
+                atol=2e-5,
+                msg=lambda m, name=name, place=place: f"{place.name} {name}: {m}",
+            )
         torch.testing.assert_close(found["strongest"].weight.double(), exact["strongest"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["top"].weights.double(), exact["top"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found["map"].mean.double(), exact["map"][0], rtol=1e-5, atol=1e-6)
@@ -104,8 +121,14 @@ def test_generation_reads_as_one_picture(family, implementation, cache):
     written, queries = got[:, :-1], steps[0].pictures[0].sizes[3]
     if written.shape[1] < queries:  # Whisper returns what follows its first token
         written = torch.nn.functional.pad(got, (1, 0), value=model.config.decoder_start_token_id)[:, :queries]
-    mask = torch.cat([given["attention_mask"], torch.ones(2, written.shape[1] - 9, dtype=torch.long)], 1) if "decoder_input_ids" not in given else None
-    whole = {**given, "input_ids": written, "attention_mask": mask} if mask is not None else {**given, "decoder_input_ids": written}
+    mask = (
+        torch.cat([given["attention_mask"], torch.ones(2, written.shape[1] - 9, dtype=torch.long)], 1)
+        if "decoder_input_ids" not in given
+        else None
+    )
+    whole = (
+        {**given, "input_ids": written, "attention_mask": mask} if mask is not None else {**given, "decoder_input_ids": written}
+    )
     if family == "gpt2":
         whole["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     weights = dict(zip([p.name for p in seen], eager(model, whole), strict=True))

@@ -96,7 +96,9 @@ def test_monotone_by_its_definition():
             n = len(x)
             mean = (n + 1) / 2
             top = sum((r - mean) * (i + 1 - mean) for i, r in enumerate(rank))
-            each.append(max(0, top / math.sqrt(sum((r - mean) ** 2 for r in rank) * sum((i + 1 - mean) ** 2 for i in range(n)))))
+            each.append(
+                max(0, top / math.sqrt(sum((r - mean) ** 2 for r in rank) * sum((i + 1 - mean) ** 2 for i in range(n))))
+            )
         assert found[h].item() == pytest.approx(sum(each) / 2, abs=1e-5)
 
 
@@ -127,7 +129,10 @@ def test_means_over_several_texts():
 
 
 def test_tables():
-    rows = [{"layer": 0, "head": i, "name": "a", "pattern": "sink", "score": s, "entropy": 1.0} for i, s in enumerate((0.5, math.nan, 0.75))]
+    rows = [
+        {"layer": 0, "head": i, "name": "a", "pattern": "sink", "score": s, "entropy": 1.0}
+        for i, s in enumerate((0.5, math.nan, 0.75))
+    ]
     table = Heads(rows)
     assert [r["head"] for r in table.sort("score")] == [2, 0, 1]
     assert [r["head"] for r in table.sort("score", descending=False)] == [0, 2, 1]
@@ -168,7 +173,9 @@ class Induction(nn.Module):
             for part in (layer.query, layer.key, layer.value, layer.out):
                 nn.init.zeros_(part.weight)
         with torch.no_grad():
-            shift = self.place.weight.T @ torch.cat([torch.zeros(1, 128), self.place.weight[:-1]])  # maps place t to place t − 1
+            shift = self.place.weight.T @ torch.cat(
+                [torch.zeros(1, 128), self.place.weight[:-1]]
+            )  # maps place t to place t − 1
             self.first.query.weight[:128, 64:192] = 30 * shift.T
             self.first.key.weight[:128, 64:192] = torch.eye(128)
             self.first.value.weight[:64, :64] = torch.eye(64)
@@ -177,7 +184,9 @@ class Induction(nn.Module):
             self.second.key.weight[:64, 192:] = torch.eye(64)
 
     def forward(self, ids):
-        x = torch.cat([self.embed(ids), self.place(torch.arange(ids.shape[1])).expand(len(ids), -1, -1), torch.zeros(*ids.shape, 64)], -1)
+        x = torch.cat(
+            [self.embed(ids), self.place(torch.arange(ids.shape[1])).expand(len(ids), -1, -1), torch.zeros(*ids.shape, 64)], -1
+        )
         x = x + self.first(x)
         return x + self.second(x)
 
@@ -218,7 +227,10 @@ def test_the_probe_on_natural_text():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: mh.find_heads(Induction(), "inductive"), "find_heads: there is no pattern 'inductive'; there are previous, next"),
+        (
+            lambda: mh.find_heads(Induction(), "inductive"),
+            "find_heads: there is no pattern 'inductive'; there are previous, next",
+        ),
         (lambda: mh.find_heads(Induction(), text="a"), "find_heads: a text needs tokenizer= to read it"),
         (lambda: mh.find_heads(nn.Linear(2, 2)), "find_heads: the model has neither config.vocab_size nor an nn.Embedding"),
         (lambda: mh.find_heads(nn.Embedding(60, 4)), "find_heads: 'induction' cannot be measured here: Recording"),
@@ -256,8 +268,11 @@ def test_comparing_two_prompts():
     table = recorded(layer, torch.randn(1, 30, 24)).compare(recorded(layer, 9 * torch.randn(1, 50, 24)))
     assert table[0]["by"] in PATTERNS
     assert table[0]["change"] > 0.1
-    with pytest.raises(ValueError, match="compare: the recordings share no place; one has MultiHeadAttention; the other attention"):
-        q = torch.randn(1, 2, 3, 4)
-        with mh.record() as other:
-            mh.attention(q, q, q)
-        recorded(layer, torch.randn(1, 5, 24)).compare(other)
+    q = torch.randn(1, 2, 3, 4)
+    with mh.record() as other:
+        mh.attention(q, q, q)
+    seen = recorded(layer, torch.randn(1, 5, 24))
+    with pytest.raises(
+        ValueError, match="compare: the recordings share no place; one has MultiHeadAttention; the other attention"
+    ):
+        seen.compare(other)

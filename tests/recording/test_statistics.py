@@ -87,10 +87,10 @@ def test_many_blocks(mask, device):
         )
 
 
-@pytest.mark.parametrize("n", [1, 7, 100, 128, 256, 700, 5000])
+@pytest.mark.parametrize("n", [1, 7, 64, 100, 128, 300, 5000])
 def test_maps_of_any_size(n):
-    q, k, _ = make(Sizes(1, 2, 1, 700, 900, 8, 8), dtype=torch.float64)
-    compare(Call(q, k, mask=mh.Window(300, ahead=50), scale=0.5), scale=0.5, numbers={**NUMBERS, "map": n})
+    q, k, _ = make(Sizes(1, 2, 1, 270, 330, 8, 8), dtype=torch.float64)
+    compare(Call(q, k, mask=mh.Window(150, ahead=50), scale=0.5), scale=0.5, numbers={**NUMBERS, "map": n})
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "causal_padded", "allowed_4d"])
@@ -161,7 +161,8 @@ def test_no_gradient_no_autocast_no_generator():
     with torch.autocast("cpu", torch.bfloat16):
         found = compute(Call(q, k, scale=1.0), ["entropy", "map"])
     exact = compute(Call(q.double(), k.double(), scale=1.0), ["entropy"])
-    assert not found["entropy"].requires_grad and torch.is_grad_enabled()
+    assert not found["entropy"].requires_grad
+    assert torch.is_grad_enabled()
     torch.testing.assert_close(found["entropy"].double(), exact["entropy"], rtol=1e-5, atol=1e-5)
     assert torch.equal(state, torch.get_rng_state())
 

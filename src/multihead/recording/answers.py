@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .call import Call
 from .sight import Sight
-from .statistics import Map, Profile, Strongest, Top, compute
+from .statistics import Map, Profile, Strongest, Top, compute, unseen
 from .stream_cpu import MOST, rows
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Answers:
     # ---- values -------------------------------------------------------------------------------------------------------
 
     def value_norms(self, out_proj: Tensor | None = None) -> Tensor:
-        """[batch, heads, kv_len]: ‖v[s] W_o‖ of each head's own part of W_o; without out_proj at all, ‖v[s]‖ where none is known.
+        """[batch, heads, kv_len]: ‖v[s] W_o‖, of each head's own part of W_o.
 
         What a query takes from a key is ‖w[t,s] v[s] W_o‖ = w[t,s] · value_norms[s] (https://arxiv.org/abs/2004.10102).
 
@@ -143,7 +143,7 @@ class Answers:
                 "Pass out_proj= here, or its path to record(out_proj=…)"
             )
         out = torch.empty(B, H, S, device=call.q.device, dtype=torch.promote_types(call.v.dtype, torch.float32))
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _plain(call):  # pyright: ignore[reportPrivateUsage]
+        with unseen(call):
             for i, h in enumerate(call.heads):
                 part = W[:, h * E : (h + 1) * E].to(out.device, out.dtype)
                 v = call.v[:, i * G // H].to(out.dtype)

@@ -301,7 +301,8 @@ def _functions(names: str) -> list[Any]:
 PRODUCTS = _functions("matmul bmm einsum baddbmm __matmul__")
 CAT = _functions("cat concat concatenate")
 CARRIED = _functions(
-    "mul mul_ multiply __mul__ __rmul__ __imul__ div div_ divide true_divide __truediv__ __itruediv__ add add_ __add__ __radd__ __iadd__ "
+    "mul mul_ multiply __mul__ __rmul__ __imul__ div div_ divide true_divide __truediv__ __itruediv__ "
+    "add add_ __add__ __radd__ __iadd__ "
     "sub sub_ subtract __sub__ __isub__ tanh tanh_ masked_fill masked_fill_ where __setitem__ softmax softmax_ "
     "float half double bfloat16 to type type_as view reshape contiguous clone flatten unflatten unsqueeze squeeze "
     "dropout dropout_ nan_to_num nan_to_num_ __getitem__"

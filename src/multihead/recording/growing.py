@@ -140,7 +140,7 @@ class Picture:
 
 
 def _ends(end: Tensor, call: Call) -> Tensor:
-    """Where each query's intervals end; a levelled row, which attends to all alike whatever the keys hold, counts as nothing."""
+    """Where each query's intervals end; a levelled row attends to all alike whatever the keys hold, and counts as nothing."""
     if call.flat is None or call.flat.shape[1] > 1:
         return end
     return end.expand(-1, call.q.shape[2], -1) * ~call.flat[:, 0, :, None]

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..masks import Allowed, Keys, Mask
-from ..masks.algebra import Position
-from .call import Call, Score
+from ..masks import Allowed, Keys
+from .call import Call
 from .places import Places
 from .recording import Recording, Seen
 from .statistics import STATISTICS, compute
 from .tensors import Intervals, Memory, grouped
 
 PROJECTIONS = (
-    "out_proj", "o_proj", "out", "c_proj", "wo", "W_o", "w_o", "o_linear", "output_linear", "to_out.0", "proj", "o", "dense", "fc_out",
-    "fc_o", "output.dense",
+    "out_proj", "o_proj", "out", "c_proj", "wo", "W_o", "w_o", "o_linear", "output_linear", "to_out.0", "proj", "o", "dense",
+    "fc_out", "fc_o", "output.dense",
 )  # fmt: skip
 KEPT = ("queries", "values", "statistics")
 
@@ -42,8 +41,9 @@ class Keeper:
     """Chooses, copies and counts; the recorder hands it every call that it reads."""
 
     def __init__(
-        self, seen: Recording, layers: Sequence[int] | None, heads: Sequence[int] | None, where: str | Callable[[str], bool] | None,
-        keep: str, statistics: Sequence[str], device: Any, budget: int | None, out_proj: str | Tensor | None, differentiable: bool,
+        self, seen: Recording, layers: Sequence[int] | None, heads: Sequence[int] | None,
+        where: str | Callable[[str], bool] | None, keep: str, statistics: Sequence[str], device: Any, budget: int | None,
+        out_proj: str | Tensor | None, differentiable: bool,
     ) -> None:  # fmt: skip
         _check(keep, statistics, budget, differentiable)
         self.seen, self.layers, self.heads, self.where = seen, layers, heads, where
@@ -96,19 +96,12 @@ class Keeper:
 
     # ---- what -----------------------------------------------------------------------------------------------------------
 
-    def keep(
-        self, at: Select, q: Tensor, k: Tensor, v: Tensor | None, *, mask: Mask | None = None, bias: Tensor | None = None,
-        scale: float = 1.0, softcap: float | None = None, sinks: Tensor | None = None, flat: Tensor | None = None,
-        score: Score | None = None, start: Position | None = None, key_start: Position = 0, kind: str | None = None,
-        out_proj: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def keep(self, at: Select, call: Call, kind: str | None = None, out_proj: Tensor | None = None) -> None:
         """One call, copied: what a model does to its tensors afterwards cannot change what was seen."""
-        numbers = list(range(q.shape[1]))
-        call = Call(
-            q, k, v, mask, bias, scale, softcap, sinks, flat, score, start, key_start, at.seen.name,
-            kind or _kind(at.seen.name, at.seen, q, k), len(at.seen.pictures), self.step, numbers,
-        )  # fmt: skip
-        if call.kind == "cross" and (mask is None or isinstance(mask, Intervals | Keys | Allowed)):
+        q, k, v, place = call.q, call.k, call.v, at.seen
+        call.name, call.order, call.step = place.name, len(place.pictures), self.step
+        call.kind = kind or _kind(place, q, k)
+        if call.kind == "cross" and (call.mask is None or isinstance(call.mask, Intervals | Keys | Allowed)):
             call.start = call.key_start = 0  # two texts share no positions: token by token is as near as can be said
         if self.heads is not None:
             call = _chosen(call, self.heads)
@@ -141,9 +134,9 @@ class Keeper:
         used = self.seen.nbytes
         if used + call.nbytes > self.budget:
             raise BudgetError(
-                f"record: {at.seen.name} would take the recording from {used:,} to {used + call.nbytes:,} bytes, over its budget of "
-                f'{self.budget:,}; record fewer places or heads (layers=, where=, heads=), keep="statistics", move what is kept '
-                '(device="cpu"), or give a larger budget'
+                f"record: {at.seen.name} would take the recording from {used:,} to {used + call.nbytes:,} bytes, over its "
+                f"budget of {self.budget:,}; record fewer places or heads (layers=, where=, heads=), "
+                'keep="statistics", move what is kept (device="cpu"), or give a larger budget'
             )
 
     def miss(self, at: Select, why: str) -> None:
@@ -205,9 +198,10 @@ def _check(keep: str, statistics: Sequence[str], budget: int | None, differentia
         raise ValueError('record: differentiable=True keeps q and k with their graph; keep="statistics" drops them')
 
 
-def _kind(name: str, place: Seen, q: Tensor, k: Tensor) -> str:
+def _kind(place: Seen, q: Tensor, k: Tensor) -> str:
     if any(
-        word in name.lower() for word in ("cross", "encdec", "enc_attn", "encoder_attn", "multihead_attn", "src_attn", "xattn")
+        word in place.name.lower()
+        for word in ("cross", "encdec", "enc_attn", "encoder_attn", "multihead_attn", "src_attn", "xattn")
     ):
         return "cross"
     if place.pictures:

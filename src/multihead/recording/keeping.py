@@ -1,4 +1,4 @@
-"""A recording in one file, in the safetensors format: eight bytes that say how long a header in JSON is, the header, the numbers.
+"""A recording in one file, in the safetensors format: eight bytes, the length of a header; the header, in JSON; numbers.
 
 The format is a page long and nothing in it can run, so it is written and read here with torch alone; the `safetensors` library
 reads these files as well. https://github.com/huggingface/safetensors#format
@@ -24,8 +24,8 @@ from .tensors import Intervals, compact
 
 VERSION = 1
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.bool: "BOOL",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
 }  # fmt: skip
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 TUPLES = {"strongest": Strongest, "top": Top, "map": Map, "offsets": Profile}
@@ -79,10 +79,12 @@ def _place(place: Seen, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _call(call: Call, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A call's numbers into tensors, and what is said of it into the header."""
     if call.score is not None:
-        raise ValueError(f"save: {call.name} changes its scores by a function (FlexAttention's score_mod), which no file can hold")
+        raise ValueError(
+            f"save: {call.name} changes its scores by a function (FlexAttention's score_mod), which no file can hold"
+        )
     said: dict[str, Any] = {
-        "kind": call.kind, "scale": call.scale, "softcap": call.softcap, "order": call.order, "step": call.step, "heads": call.heads,
-        "sizes": [list(call.q.shape), list(call.k.shape)], "found": sorted(call.found),
+        "kind": call.kind, "scale": call.scale, "softcap": call.softcap, "order": call.order, "step": call.step,
+        "heads": call.heads, "sizes": [list(call.q.shape), list(call.k.shape)], "found": sorted(call.found),
     }  # fmt: skip
     if not call.answered:
         for name in ("q", "k", "v", "bias", "sinks", "flat", "out_proj"):
@@ -117,7 +119,9 @@ def _mask(call: Call, key: str, tensors: dict[str, Tensor]) -> None:
         B, H, _, T, S = call.sizes
         frame = Frame(B, H, T, S, q_start=call.start, k_start=call.key_start, device=call.q.device)
         if T * S * max(rest.batch, 1) > LARGEST:
-            raise ValueError(f"save: the mask of {call.name} has no intervals, and as a table it would take {T * S:,} bytes: {rest!r}")
+            raise ValueError(
+                f"save: the mask of {call.name} has no intervals, and as a table it would take {T * S:,} bytes: {rest!r}"
+            )
         tensors[f"{key}.mask.table"] = evaluate(rest, frame)
 
 
@@ -152,7 +156,9 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise FileError(f"load: {path} is no recording, or cut off: its header should be {length:,} bytes long, it has {size:,}")
+            raise FileError(
+                f"load: {path} is no recording, or cut off: its header should be {length:,} bytes long, it has {size:,}"
+            )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             metadata: dict[str, str] = header.pop("__metadata__", {})
@@ -187,7 +193,8 @@ def _about(path: Any, metadata: dict[str, str]) -> dict[str, Any]:
         raise FileError(f"load: {path} is damaged: its header cannot be read ({error})") from error
     if about.get("version", 0) > VERSION:
         raise FileError(
-            f"load: {path} is of version {about['version']}, this multihead reads up to {VERSION}; upgrade it: pip install -U multihead"
+            f"load: {path} is of version {about['version']}, this multihead reads up to {VERSION}; "
+            "upgrade it: pip install -U multihead"
         )
     return about
 

@@ -1,4 +1,4 @@
-"""What a head does: how much of a known pattern its weights follow, as a number between 0 and 1; tables, a probe, comparisons."""
+"""What a head does: how far its weights follow a known pattern, between 0 and 1; tables, a probe, comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .call import Call
 from .recording import Recording, Seen
-from .statistics import Distance, EffectiveKeys, Entropy, First, Offsets, Statistic, StrongestKey, Within, look
+from .statistics import Distance, EffectiveKeys, Entropy, First, Offsets, Statistic, StrongestKey, Within, look, unseen
 from .stream_cpu import Block, blocks
 from .tables import Changes, Heads
 
@@ -82,13 +82,16 @@ class Marked(Statistic):
 # ---- the scores of a call -------------------------------------------------------------------------------------------
 
 
-def scores(call: Call, tokens: Sequence[Sequence[str]] | None, keys: Sequence[Sequence[str]] | None, progress: bool | None) -> dict[str, Tensor]:
+def scores(
+    call: Call, tokens: Sequence[Sequence[str]] | None, keys: Sequence[Sequence[str]] | None, progress: bool | None
+) -> dict[str, Tensor]:
     """{column: [heads]} of one call, means over its batch and queries; patterns that cannot be asked are left out."""
     T, S = call.sizes[3:]
     cross = call.kind == "cross"
     asked: dict[str, Statistic] = {
-        "entropy": Entropy(call), "effective_keys": EffectiveKeys(call), "distance": Distance(call), "strongest": StrongestKey(call),
-        "sink": First(call, 1), "local": Within(call, NEAR), "offsets": Offsets(call), "visible": Visible(call),
+        "entropy": Entropy(call), "effective_keys": EffectiveKeys(call), "distance": Distance(call),
+        "strongest": StrongestKey(call), "sink": First(call, 1), "local": Within(call, NEAR), "offsets": Offsets(call),
+        "visible": Visible(call),
     }  # fmt: skip
     if tokens is not None and not cross:
         own, ids = _numbers(tokens, keys or tokens)
@@ -163,7 +166,7 @@ def delimits(token: str) -> bool:
     """Whether a token is punctuation, or one of the special ones ([SEP], <s>, <|endoftext|>)."""
     bare = token.strip().lstrip("Ġ▁#Ċ").strip()
     special = len(token) > 2 and token[0] + token[-1] in ("[]", "<>")
-    return special or bool(bare) and not any(c.isalnum() for c in bare)
+    return special or (bool(bare) and not any(c.isalnum() for c in bare))
 
 
 def _numbers(*texts: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
@@ -227,7 +230,9 @@ def compare(a: Recording, b: Recording) -> Changes:
     """
     common = [place for place in a if place.name in b.names]
     if not common:
-        raise ValueError(f"compare: the recordings share no place; one has {', '.join(a.names)}; the other {', '.join(b.names)}")
+        raise ValueError(
+            f"compare: the recordings share no place; one has {', '.join(a.names)}; the other {', '.join(b.names)}"
+        )
     rows: list[dict[str, Any]] = []
     for place in common:
         one, other = place._whole("compare"), b[place.name]._whole("compare")  # pyright: ignore[reportPrivateUsage]
@@ -241,7 +246,7 @@ def compare(a: Recording, b: Recording) -> Changes:
 def _varied(place: Seen, one: Call, other: Call) -> list[dict[str, Any]]:
     total = torch.zeros(one.sizes[1], dtype=torch.float64)
     queries = max(one.sizes[0] * one.sizes[3], 1)
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(one.q.device.type, enabled=False):  # pyright: ignore[reportPrivateUsage]
+    with unseen(one):
         for x, y in zip(blocks(one), blocks(other), strict=True):
             lo, hi = min(x.j.start, y.j.start), max(x.j.stop, y.j.stop)
             wide = x.w.new_zeros(*x.w.shape[:2], hi - lo)
@@ -269,9 +274,9 @@ def _differing(place: Seen, other: Seen) -> list[dict[str, Any]]:
 # ---- the probe ------------------------------------------------------------------------------------------------------
 
 TEXT = (
-    "The old harbour was quiet in the morning. A fisherman mended his nets, and the nets of his brother, while the gulls watched "
-    "the old harbour from the roof. In the evening, when the boats came back, the harbour was quiet no more: the fisherman sold "
-    "his fish, his brother sold the nets, and the gulls took what nobody had sold."
+    "The old harbour was quiet in the morning. A fisherman mended his nets, and the nets of his brother, while the gulls "
+    "watched the old harbour from the roof. In the evening, when the boats came back, the harbour was quiet no more: the "
+    "fisherman sold his fish, his brother sold the nets, and the gulls took what nobody had sold."
 )
 
 
@@ -282,9 +287,9 @@ def find(
     """The heads of a model that follow a pattern, the strongest first.
 
     The standard probe is a text of `tokens` random tokens that stands there twice, in `batch` variants: nothing but the
-    repetition can be learned from it. With text= (True to any tokenizer: its own words) the measure is taken on natural text.
+    repetition can be learned from it. With text= the measure is taken on natural text.
 
-    tokenizer  says which tokens are special, and reads the text;   run  calls the model on [batch, tokens] ids, if not model(ids)
+    tokenizer  says which tokens are special, and reads the text;   run  is called with ids [batch, tokens] instead of model
     """
     if pattern not in PATTERNS:
         raise ValueError(f"find_heads: there is no pattern {pattern!r}; there are {', '.join(PATTERNS)}")
@@ -294,12 +299,16 @@ def find(
         raise ValueError("find_heads: a text needs tokenizer= to read it")
     ids = random_twice(model, tokenizer, tokens, batch, seed) if text is None else torch.tensor([tokenizer(text)["input_ids"]])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    labels = [[str(i) for i in row] for row in ids.tolist()] if text is None else [tokenizer.convert_ids_to_tokens(row) for row in ids.tolist()]
+    labels = (
+        [[str(i) for i in row] for row in ids.tolist()]
+        if text is None
+        else [tokenizer.convert_ids_to_tokens(row) for row in ids.tolist()]
+    )
     from .intercept import recorder
 
     watch = recorder(
-        model, layers=None, heads=None, where=None, keep="queries", statistics=(), every=1, device=None, budget=None, tokens=labels,
-        key_tokens=None, out_proj=None, differentiable=False,
+        model, layers=None, heads=None, where=None, keep="queries", statistics=(), every=1, device=None, budget=None,
+        tokens=labels, key_tokens=None, out_proj=None, differentiable=False,
     )  # fmt: skip
     with _evaluating(model), torch.no_grad(), watch as seen:
         (run or model)(ids.to(device))

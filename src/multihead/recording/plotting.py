@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .call import Call
 from .sight import Sight
-from .statistics import compute
+from .statistics import compute, unseen
 from .stream_cpu import rows as weights_of
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ LABELS = 48  # tokens up to which every one is named
 
 
 def plot(
-    call: Call, head: int | None = None, *, batch: int = 0, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None,
-    size: float | None = None, colours: str = "magma_r", path: Any = None,
+    call: Call, head: int | None = None, *, batch: int = 0, rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None, size: float | None = None, colours: str = "magma_r", path: Any = None,
 ) -> Figure:  # fmt: skip
     """The weights of one head, or a panel for every head, as a matplotlib figure; path= saves it (PNG, SVG, PDF).
 
@@ -61,7 +60,7 @@ def _pictures(call: Call, batch: int, heads: list[int]) -> list[Tensor]:
     if max(T, S) > EXACT:
         found = compute(call, ["map"], {"map": EXACT})["map"].max[batch]
         return [found[h].cpu() for h in heads]
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(call.q.device.type, enabled=False):  # pyright: ignore[reportPrivateUsage]
+    with unseen(call):
         sight = Sight(call)
         return [weights_of(call, sight, batch, h, slice(0, T)).cpu() for h in heads]
 

@@ -60,7 +60,8 @@ class Seen(Answers):
     def __repr__(self) -> str:
         several = "" if len(self.pictures) == 1 else f", {len(self.pictures)} pictures"
         B, H, _, T, S = self.pictures[-1]._asked().sizes  # pyright: ignore[reportPrivateUsage]
-        return f"Seen({self.number}, {self.name!r}, {self.kind}: batch {B}, heads {H}, {T} queries × {S} keys, {len(self.calls)} calls{several})"
+        size = f"batch {B}, heads {H}, {T} queries × {S} keys, {len(self.calls)} calls{several}"
+        return f"Seen({self.number}, {self.name!r}, {self.kind}: {size})"
 
 
 class One(Answers):
@@ -133,8 +134,8 @@ class Recording:
         if self.skipped:
             return f"{len(self.skipped)} places attended, but none was selected: {', '.join(self.skipped.values())}"
         return (
-            "no attention call that torch's functions make was seen inside the block. A scripted or exported model runs without "
-            "Python; one compiled inside the block is not seen, compile it before"
+            "no attention call that torch's functions make was seen inside the block. A scripted or exported model runs "
+            "without Python; one compiled inside the block is not seen, compile it before"
         )
 
     @property
@@ -160,7 +161,8 @@ class Recording:
     ) -> Tensor:
         """[batch, tokens]: how much of each first token is in one token at the end, through all layers.
 
-            r ← one(token);   from the last layer to the first   r[s] ← residual · r[s] + (1 − residual) Σ_t r[t] mean_h w[h,t,s]
+            r ← one(token);   then, from the last layer to the first,
+            r[s] ← residual · r[s] + (1 − residual) Σ_t r[t] mean_h w[h,t,s]
 
         https://arxiv.org/abs/2005.00928, as vector passes: no layer's weights are ever stored.
         layers  numbers of the places to go through, in order; every self-attention with as many keys as the last unless given

@@ -33,6 +33,14 @@ class Sight:
             self._every = [x.tolist() for x in (found.every.start, found.every.end)]
         self.q, self.k = self.frame.q, self.frame.k
 
+    @property
+    def widest(self) -> int:
+        """The most columns that a block has."""
+        T, blocks = self.call.q.shape[2], range(0, self.call.q.shape[2], self.rows)
+        entries = range(1 if self.spans is None else max(len(x) for x in self._some))
+        ends = (self.columns(b, slice(i, min(i + self.rows, T))) for b in entries for i in blocks)
+        return max(hi - lo for lo, hi in ends) if self.spans is not None else self.kv_len
+
     def columns(self, b: int, i: slice) -> tuple[int, int]:
         """The first and one past the last column that any of the queries sees; never none."""
         if self.spans is None:

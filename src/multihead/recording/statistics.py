@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class Top(NamedTuple):
 
 
 class Map(NamedTuple):
-    """mean, max  [batch, heads, rows, columns]; each cell pools `row_size` queries × `column_size` keys, the last perhaps fewer"""
+    """mean, max  [batch, heads, rows, columns]; a cell pools `row_size` queries × `column_size` keys, or what is left"""
 
     mean: Tensor
     max: Tensor
@@ -76,7 +77,7 @@ class LogSumExp(Statistic):
     """lse[t] = ln Σ_s exp(l[t,s]), sinks included; −inf where a query sees nothing."""
 
     def __init__(self, call: Call, argument: Any = None) -> None:
-        super().__init__(call)
+        super().__init__(call, argument)
         self.out.fill_(-math.inf)
 
     def take(self, block: Block) -> None:
@@ -116,6 +117,7 @@ class Received(Statistic):
     """
 
     def __init__(self, call: Call, argument: Any = None) -> None:
+        super().__init__(call, argument)
         self.out = self.new(call, call.k.shape[2])
 
     def take(self, block: Block) -> None:
@@ -152,7 +154,7 @@ class StrongestKey(Statistic):
     """weight[t] = max_s w[t,s] and the key where it is; weight 0 and key −1 where a query sees nothing."""
 
     def __init__(self, call: Call, argument: Any = None) -> None:
-        super().__init__(call)
+        super().__init__(call, argument)
         self.key = self.new(call, call.q.shape[2], fill=-1, dtype=torch.int64)
 
     def take(self, block: Block) -> None:
@@ -315,13 +317,21 @@ def compute(
     return {name: asked[name].result() for name in wanted}
 
 
+@contextmanager
+def unseen(call: Call) -> Iterator[None]:
+    """Out of the sight of any recorder, autograd and autocast."""
+    plain = torch.autocast(call.q.device.type, enabled=False)
+    with torch.no_grad(), torch._C.DisableTorchFunction(), plain:  # pyright: ignore[reportPrivateUsage]
+        yield
+
+
 def look(
     call: Call, asked: Sequence[Statistic], *, stop: int | None = None, progress: bool | None = None, what: str = ""
 ) -> None:
-    """One pass over a call, out of the sight of any recorder, autograd and autocast."""
+    """One pass over a call."""
     order = sorted(asked, key=lambda one: not one.first)
     takes: list[Callable[[Block], None]] = [one.take for one in order]
-    with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(call.q.device.type, enabled=False), Progress(what, progress) as bar:  # pyright: ignore[reportPrivateUsage]  # fmt: skip
+    with unseen(call), Progress(what, progress) as bar:
         for block in blocks(call.detached(), any(one.scores for one in order), stop, bar.show):
             for take in takes:
                 take(block)

@@ -59,7 +59,7 @@ class Block:
 
     @cached_property
     def parts(self) -> Tensor:
-        """[heads, rows, columns / n]: the largest weight of the n columns c, c + columns / n, …; a CPU's vectors can do that."""
+        """[heads, rows, columns / n]: the largest weight of the columns c, c + columns / n, …, as CPUs can do fast."""
         C = self.w.shape[2]
         n = next((n for n in (64, 32, 16, 8, 4) if C % n == 0 and C // n >= 128), 1)
         return self.w if n == 1 or not self.w.is_cpu else self.w.unflatten(2, (n, -1)).amax(2)
@@ -114,11 +114,13 @@ def blocks(
     if not (B and H and T and S):
         return
     dtype = _wide(call)
-    R = min(max(min(ROWS, MOST // S), FEW), T)
-    at_once = max(1, min(H, SMALL // (R * S)))
+    sight = Sight(call, min(ROWS, T))
+    R = min(max(min(ROWS, MOST // sight.widest), FEW), T)
+    sight = sight if sight.rows == R else Sight(call, R)
+    wide, shifts = sight.widest, call.shift
+    at_once = max(1, min(H, SMALL // (R * wide)))
     at_once = at_once if G == H or at_once == 1 else max(1, at_once // (H // G)) * (H // G)
-    sight, shifts = Sight(call, R), call.shift
-    room = [torch.empty(at_once * R * S, dtype=dtype, device=call.q.device) for _ in range(1 + scores)]
+    room = [torch.empty(at_once * R * wide, dtype=dtype, device=call.q.device) for _ in range(1 + scores)]
     sinks = None if call.sinks is None else call.sinks.to(dtype)
     for b in range(B):
         for h0 in range(0, H, at_once):

@@ -76,7 +76,10 @@ class Table:
         lines = [names, *([_cell(row.get(name)) for name in names] for row in self.rows[: self.most])]
         wide = [max(len(line[i]) for line in lines) for i in range(len(names))]
         numeric = [all(not isinstance(row.get(name), str) for row in self.rows) for name in names]
-        text = ["  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, wide, numeric, strict=True)).rstrip() for line in lines]
+        text = [
+            "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, wide, numeric, strict=True)).rstrip()
+            for line in lines
+        ]
         rest = len(self.rows) - self.most
         return "\n".join(text + ([f"… {rest} more"] if rest > 0 else []))
 

@@ -58,7 +58,7 @@ def _(mask: Intervals, frame: Frame) -> Spans | None:
 
 
 def compact(allowed: Tensor) -> Mask | None:
-    """bool [batch | 1, heads | 1, q_len | 1, kv_len] as a mask that holds no more than it must; None where nothing is hidden."""
+    """bool [batch | 1, heads | 1, q_len | 1, kv_len] as a mask that holds what it must; None where nothing is hidden."""
     if bool(allowed.all()):
         return None
     for axis in (0, 1):  # what is the same for all heads, or for all entries, is kept once

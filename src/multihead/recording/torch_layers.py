@@ -30,6 +30,11 @@ class Read(NamedTuple):
     out_proj: Tensor | None
 
 
+FUNCTION = """query key value embed_dim num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn dropout_p
+out_proj_weight out_proj_bias training key_padding_mask need_weights attn_mask use_separate_proj_weight q_proj_weight
+k_proj_weight v_proj_weight static_k static_v average_attn_weights is_causal"""  # what F.multi_head_attention_forward takes
+
+
 def opaque(module: nn.Module) -> bool:
     """Whether the module is one of torch's own whose inside is read here, not watched."""
     forward = type(module).forward
@@ -59,11 +64,7 @@ def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memor
 
 def of_function(args: tuple[Any, ...], kwargs: dict[str, Any], memory: Memory) -> Read:
     """What F.multi_head_attention_forward attended with."""
-    names = (
-        "query key value embed_dim num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn dropout_p out_proj_weight "
-        "out_proj_bias training key_padding_mask need_weights attn_mask use_separate_proj_weight q_proj_weight k_proj_weight "
-        "v_proj_weight static_k static_v average_attn_weights is_causal"
-    ).split()
+    names = FUNCTION.split()
     given = _bind(tuple(names), args, kwargs)
     layer = SimpleNamespace(batch_first=False, out_proj=SimpleNamespace(weight=given["out_proj_weight"]), **{
         name: given.get(name) for name in (*names[3:6], *names[6:10], "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -126,7 +127,7 @@ def _masks(
     given: dict[str, Any], sizes: tuple[int, int, int, int], extra: int, memory: Memory
 ) -> tuple[Mask | None, Tensor | None, Tensor | None]:
     """torch's two masks; what is_causal promises is read where there is no mask to read."""
-    B, H, T, S = sizes
+    _, H, T, _ = sizes
     mask: Mask | None = None
     bias: Tensor | None = None
     flat: Tensor | None = None
@@ -136,7 +137,7 @@ def _masks(
     for x, four in ((whole, _square), (padding, _row)):
         if x is None:
             continue
-        more, added, level = memory.of(x, lambda x, four=four: _one(F.pad(four(x, B, H), (0, extra))), f"torch {B} {extra}")
+        more, added, level = memory.of(x, lambda x, four=four: _one(F.pad(four(x, H), (0, extra))), f"torch {H} {extra}")
         mask = more if mask is None else mask if more is None else mask & more
         bias = added if bias is None else bias if added is None else bias + added
         flat = level if flat is None else flat if level is None else flat | level
@@ -149,9 +150,9 @@ def _one(x: Tensor) -> tuple[Mask | None, Tensor | None, Tensor | None]:
     return additive(x)
 
 
-def _square(x: Tensor, B: int, H: int) -> Tensor:
+def _square(x: Tensor, H: int) -> Tensor:
     return x[None, None] if x.ndim == 2 else x.view(-1, H, *x.shape[1:])
 
 
-def _row(x: Tensor, B: int, H: int) -> Tensor:
+def _row(x: Tensor, _: int) -> Tensor:
     return x[:, None, None]

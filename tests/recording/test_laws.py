@@ -133,7 +133,7 @@ print(read("VmHWM") - before)
 @pytest.mark.parametrize(
     ("length", "call", "most"),
     [
-        (131_072, "windowed(q, k, v)", 96),
+        (131_072, "windowed(q, k, v)", 128),
         (16_384, "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)", 128),
     ],
 )

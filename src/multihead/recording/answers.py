@@ -33,7 +33,7 @@ class Answers:
         """Several statistics in one pass: compute("entropy", "received", "map", map=128) → {"entropy": …, …}."""
         call = self._asked()
         if not call.answered:
-            return compute(call, wanted, arguments, progress=progress)
+            return compute(call, wanted, dict(arguments), progress=progress)
         missing = [name for name in wanted if name not in call.found]
         if missing or arguments:
             raise ValueError(
@@ -44,7 +44,7 @@ class Answers:
         return {name: call.found[name] for name in wanted}
 
     def _one(self, name: str, argument: int | None = None) -> Any:
-        arguments = {} if argument is None or self._asked().answered else {name: argument}
+        arguments: dict[str, Any] = {} if argument is None or self._asked().answered else {name: argument}
         return self.compute(name, **arguments)[name]
 
     def lse(self) -> Tensor:

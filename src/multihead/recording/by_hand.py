@@ -156,16 +156,19 @@ class Follower:
         if name == "where":
             if i == 0 or len(args) < 3:
                 return replace(scores, why="scores decide in a where()")
-            return _filled(scores, ~args[0] if i == 1 else args[0], args[3 - i], shape)
+            chosen, *sides = args[:3]
+            return _filled(scores, ~chosen if i == 1 else chosen, sides[2 - i], shape)
         if name == "setitem":
-            return _filled(scores, args[1], args[2], shape)
+            index, value = list(args)[1:3]
+            return _filled(scores, index, value, shape)
         return scores  # a change of dtype or shape
 
     def cat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scores with one more column: a sink."""
         result = func(*args, **kwargs)
-        parts = args[0] if args else kwargs.get("tensors")
-        what = self.get(parts[0]) if self.known and isinstance(parts, list | tuple) and parts else None
+        given: Any = args[0] if args else kwargs.get("tensors")
+        parts: list[Tensor] = list(given) if self.known and isinstance(given, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType]
+        what = self.get(parts[0]) if parts else None
         if isinstance(what, Scores) and len(parts) == 2 and parts[1].shape[-1] == 1:
             sink = parts[1]
             same = (
@@ -242,10 +245,6 @@ def _softmaxed(scores: Scores, weights: Tensor, args: tuple[Any, ...], kwargs: d
 
 def _listed(args: tuple[Any, ...]) -> bool:
     return len(args) == 2 and isinstance(args[1], list | tuple)
-
-
-def _first(args: tuple[Any, ...], other: Any) -> Any:
-    return args[0] if args else other
 
 
 def _plain(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,5 +91,5 @@ class Call:
 
 
 def _tensors(found: dict[str, Any]) -> list[Tensor]:
-    flat = [x for value in found.values() for x in (value if isinstance(value, tuple) else (value,))]  # pyright: ignore[reportUnknownVariableType]
-    return [x for x in flat if isinstance(x, Tensor)]
+    parts = (cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,) for value in found.values())
+    return [x for part in parts for x in part if isinstance(x, Tensor)]

@@ -120,14 +120,11 @@ class Picture:
         self.k = self._grown(self.k, call.k, first, end, fresh)
         if self.v is not None and call.v is not None:
             self.v = self._grown(self.v, call.v, first, end, fresh)
-        starts = [self._first(c) for c in self.calls]
+        starts = [_column(c) for c in self.calls]
         for c, start in zip([*self.calls, call], [*starts, first], strict=True):
             c.k = self.k[:, :, start : start + c.k.shape[2]]
             c.v = None if self.v is None or c.v is None else self.v[:, :, start : start + c.v.shape[2]]
         self.length = max(self.length, end)
-
-    def _first(self, call: Call) -> int:
-        return call.k.storage_offset() // call.k.shape[3] if call.k.numel() else 0
 
     def _grown(self, buffer: Tensor, new: Tensor, first: int, end: int, fresh: int) -> Tensor:
         if buffer.shape[2] < end:
@@ -137,6 +134,11 @@ class Picture:
         known = new.shape[2] - fresh
         buffer[:, :, first + known : end] = new[:, :, known:]
         return buffer
+
+
+def _column(call: Call) -> int:
+    """The column of the buffer at which a call's keys begin."""
+    return int(call.k.storage_offset()) // max(call.k.shape[3], 1)
 
 
 def _ends(end: Tensor, call: Call) -> Tensor:
@@ -154,7 +156,7 @@ def _continues(call: Call, last: Call) -> bool:
 
 def joined(calls: list[Call], k: Tensor, v: Tensor | None) -> Call:
     """One call with the queries of all, each seeing what it saw."""
-    first, firsts = calls[0], [c.k.storage_offset() // max(c.k.shape[3], 1) for c in calls]
+    first, firsts = calls[0], [_column(c) for c in calls]
     S, q = k.shape[2], torch.cat([c.q for c in calls], 2)
     made = replace(first, q=q, k=k, v=v, found={}, flat=_levelled(calls), bias=_biases(calls, firsts, S))
     made.start, made.key_start = first.frame.q_start, first.frame.k_start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ class Recorder:
 
 
 @contextmanager
-def _eagerly() -> Iterator[None]:
+def _eagerly() -> Generator[None]:
     """Compiled models run uncompiled while they are recorded: there is no Python to see in them otherwise."""
     if sys.modules.get("torch._dynamo") is None:
         yield
@@ -124,7 +124,7 @@ class Watch(TorchFunctionMode):
 
     def leave(self) -> None:
         """Off the stack of modes, wherever it is; others that were entered and not left stay as they were."""
-        from torch.overrides import _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage]
+        from torch.overrides import _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 
         for _, guard, _ in reversed(self.guards):
             if guard is not None:

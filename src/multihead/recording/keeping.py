@@ -64,8 +64,9 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
         with part.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for x in tensors.values():
-                for piece in x.detach().contiguous().flatten().split(2**24):  # no copy as large as the recording
-                    file.write(memoryview(piece.cpu().view(torch.uint8).numpy()) if piece.numel() else b"")
+                flat = x.detach().contiguous().view(-1).view(torch.uint8)
+                for first in range(0, flat.numel(), 2**24):  # no copy as large as the recording
+                    file.write(flat[first : first + 2**24].cpu().numpy().tobytes())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

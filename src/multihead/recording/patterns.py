@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ def monotone(keys: Tensor, live: Tensor) -> Tensor:
             x = keys[b, h][live[b, h]].double()
             if len(x) < 3 or bool((x == x[0]).all()):
                 continue
-            _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+            _, inverse, counts = cast(tuple[Tensor, ...], x.unique(return_inverse=True, return_counts=True))
             rank = (counts.cumsum(0) - (counts - 1) / 2)[inverse]  # equal keys share their rank
             both = torch.stack([rank, torch.arange(len(x), device=x.device, dtype=x.dtype)])
             found[b, h] = both.corrcoef()[0, 1]
@@ -299,11 +299,10 @@ def find(
         raise ValueError("find_heads: a text needs tokenizer= to read it")
     ids = random_twice(model, tokenizer, tokens, batch, seed) if text is None else torch.tensor([tokenizer(text)["input_ids"]])
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    labels = (
-        [[str(i) for i in row] for row in ids.tolist()]
-        if text is None
-        else [tokenizer.convert_ids_to_tokens(row) for row in ids.tolist()]
-    )
+    listed = cast("list[list[int]]", ids.tolist())  # pyright: ignore[reportUnknownMemberType]
+    labels: list[list[str]] = [
+        [str(i) for i in row] if text is None else list(tokenizer.convert_ids_to_tokens(row)) for row in listed
+    ]
     from .intercept import recorder
 
     watch = recorder(
@@ -325,7 +324,7 @@ def random_twice(model: nn.Module, tokenizer: Any, tokens: int, batch: int, seed
     )
     if size is None:
         raise ValueError("find_heads: the model has neither config.vocab_size nor an nn.Embedding; give run= and a tokenizer=")
-    special = set(getattr(tokenizer, "all_special_ids", ()) or ())
+    special: set[int] = set(getattr(tokenizer, "all_special_ids", ()) or ())
     usable = torch.tensor([i for i in range(min(size, 50_000)) if i not in special])
     random = torch.Generator().manual_seed(seed)
     body = usable[torch.stack([torch.randperm(len(usable), generator=random)[:tokens] for _ in range(batch)])]
@@ -334,7 +333,7 @@ def random_twice(model: nn.Module, tokenizer: Any, tokens: int, batch: int, seed
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Any:
+def _evaluating(model: nn.Module) -> Generator[None]:
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks_with_kwargs as with_kwargs  # pyright: ignore[reportPrivateUsage]
@@ -48,7 +48,7 @@ class Places:
         self.names.clear()
 
     @contextmanager
-    def muted(self) -> Iterator[None]:
+    def muted(self) -> Generator[None]:
         """Nothing that runs inside is a part of the model's run."""
         thread, self.thread = self.thread, 0
         try:
@@ -65,8 +65,8 @@ class Places:
         return key, self.names.get(key, "attention") or type(module).__name__, count
 
     def _learn(self, root: nn.Module) -> None:
-        for name, module in root.named_modules():
-            name, known = name.replace("_orig_mod.", "").removesuffix("_orig_mod"), self.names.get(id(module))
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules()):
+            name, known = path.replace("_orig_mod.", "").removesuffix("_orig_mod"), self.names.get(id(module))
             if known is None or len(name) > len(known):
                 self.names[id(module)] = name
                 self.modules[id(module)] = module
@@ -84,7 +84,8 @@ class Places:
         self.entered(module)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> None:
-        kwargs, result = more if len(more) == 2 else ({}, None)  # after an exception torch forgets the keywords
+        kwargs: dict[str, Any] = more[0] if len(more) == 2 else {}  # after an exception torch forgets the keywords
+        result = more[1] if len(more) == 2 else None
         if threading.get_ident() != self.thread or module not in self.stack:
             return
         while self.stack.pop() is not module:  # what an exception left behind

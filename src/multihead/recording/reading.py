@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .tensors import Intervals, Memory, additive, compact, four, four_mask, hide
 def unreadable(*tensors: Tensor) -> str:
     if any(x.is_nested for x in tensors):
         return "q, k and v are nested tensors; pad them to be recorded"
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownArgumentType]
         return "it runs inside a transform such as vmap; record outside of it"
     return "its tensors hold no numbers (device meta)" if any(x.is_meta for x in tensors) else ""
 
@@ -93,9 +93,8 @@ def difference(call: Call, weights: Weights, heads: int) -> str:
             for h in range(own.shape[1]):
                 for i, t in enumerate(weights.rows):
                     worst = max(worst, float((rows(call, sight, b, h, slice(t, t + 1))[0].float() - own[b, h, i]).abs().max()))
-        size = float(
-            (call.q[:, :, weights.rows].float().norm(dim=-1).amax() * call.k.float().norm(dim=-1).amax()) * abs(call.scale)
-        )
+        longest = [float(x.float().square().sum(-1).amax()) ** 0.5 for x in (call.q[:, :, weights.rows], call.k)]
+        size = longest[0] * longest[1] * abs(call.scale)
     eps = max(torch.finfo(x.dtype).eps for x in (call.q, sample))
     if worst <= min(0.2, 16 * eps * (1 + size)):
         return ""
@@ -107,7 +106,7 @@ def broadcasting(modify: Any) -> Any:
 
     def broadcast(*given: Tensor) -> Tensor:
         *score, b, h, q, k = given
-        shape = torch.broadcast_shapes(*(x.shape for x in (b, h, q, k)))
+        shape = cast(torch.Size, torch.broadcast_shapes(*(x.shape for x in (b, h, q, k))))
         run = modify
         outs = [0] * len(score)
         for axis in (3, 2, 1, 0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from ..masks.blocks import split
 from ..masks.tables import Table
 from .call import Call
 
+Numbers = list[list[list[int]]]  # [batch | 1, blocks, n]
+Pair = tuple[Numbers, Numbers]  # where intervals start, and where they end
 LOW = -1e30  # a hidden score: its weight is exactly 0, and 0 · LOW is no NaN
 ALIGN = 64  # columns of a block begin and end at multiples: oneDNN prepares itself anew for each shape it has not seen
 
@@ -29,8 +33,8 @@ class Sight:
         self.spans, self.rest = split(call.mask, self.frame)
         if self.spans is not None and rows:
             found = self.spans.blocks(rows, T)
-            self._some = [x.tolist() for x in (found.some.start, found.some.end)]
-            self._every = [x.tolist() for x in (found.every.start, found.every.end)]
+            self._some: Pair = _numbers(found.some.start), _numbers(found.some.end)
+            self._every: Pair = _numbers(found.every.start), _numbers(found.every.end)
         self.q, self.k = self.frame.q, self.frame.k
 
     @property
@@ -90,7 +94,7 @@ class Sight:
                 at = torch.arange(a, z, device=s.device)
                 s[..., a - j.start : z - j.start].masked_fill_(at < edge if below else at >= edge, LOW)
 
-    def _block(self, pair: list[list[list[list[int]]]], b: int, i: slice) -> tuple[list[int], list[int]]:
+    def _block(self, pair: Pair, b: int, i: slice) -> tuple[list[int], list[int]]:
         start, end = pair
         return start[b if len(start) > 1 else 0][i.start // self.rows], end[b if len(end) > 1 else 0][i.start // self.rows]
 
@@ -105,6 +109,10 @@ class Sight:
         one = slice(b, b + 1)
         q, k = (x[one] if x.shape[0] > 1 else x for x in (self.q, self.k))
         return self.frame.b[one], self.frame.h[:, h], q[:, :, i], k[..., j]
+
+
+def _numbers(x: Tensor) -> Numbers:
+    return cast(Numbers, x.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _cut(x: Tensor, b: int, h: slice, i: slice, j: slice) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class Entropy(Statistic):
 
     def take(self, block: Block) -> None:
         if block.s is not None:
-            found = block.mass * block.lse.nan_to_num(neginf=0.0) - torch.linalg.vecdot(block.w, block.s)
+            found = block.mass * block.lse.nan_to_num(neginf=0.0) - _dot(block.w, block.s)
             self.out[block.rows] = found.clamp_(min=0.0).masked_fill_(~block.live, 0.0)
 
 
@@ -143,7 +143,7 @@ class Distance(Statistic):
             rest = block.mass if a == C else left.sum(-1)
             found += left @ -at[:a] + own * rest
         if a < z:
-            found += torch.linalg.vecdot(block.w[..., a:z], (own[:, None] - at[a:z]).abs())
+            found += _dot(block.w[..., a:z], (own[:, None] - at[a:z]).abs())
         if z < C:
             right = block.w[..., z:]
             found += right @ at[z:] - own * right.sum(-1)
@@ -318,7 +318,7 @@ def compute(
 
 
 @contextmanager
-def unseen(call: Call) -> Iterator[None]:
+def unseen(call: Call) -> Generator[None]:
     """Out of the sight of any recorder, autograd and autocast."""
     plain = torch.autocast(call.q.device.type, enabled=False)
     with torch.no_grad(), torch._C.DisableTorchFunction(), plain:  # pyright: ignore[reportPrivateUsage]
@@ -335,6 +335,11 @@ def look(
         for block in blocks(call.detached(), any(one.scores for one in order), stop, bar.show):
             for take in takes:
                 take(block)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Σ over the last axis of a · b, which never is stored."""
+    return cast(Tensor, torch.linalg.vecdot(a, b))
 
 
 def _pooled(x: Tensor, how: str) -> Tensor:

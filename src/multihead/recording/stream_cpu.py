@@ -62,7 +62,7 @@ class Block:
         """[heads, rows, columns / n]: the largest weight of the columns c, c + columns / n, …, as CPUs can do fast."""
         C = self.w.shape[2]
         n = next((n for n in (64, 32, 16, 8, 4) if C % n == 0 and C // n >= 128), 1)
-        return self.w if n == 1 or not self.w.is_cpu else self.w.unflatten(2, (n, -1)).amax(2)
+        return self.w if n == 1 or not self.w.is_cpu else self.w.view(*self.w.shape[:2], n, -1).amax(2)
 
     @property
     def strongest(self) -> Tensor:
@@ -71,7 +71,7 @@ class Block:
         n = self.w.shape[2] // max(self.parts.shape[2], 1)
         if n == 1:
             return best.squeeze(-1)
-        inside = self.w.unflatten(2, (n, -1)).gather(3, best.unsqueeze(2).expand(-1, -1, n, 1)).squeeze(3).argmax(-1)
+        inside = self.w.view(*self.w.shape[:2], n, -1).gather(3, best.unsqueeze(2).expand(-1, -1, n, 1)).squeeze(3).argmax(-1)
         return inside * self.parts.shape[2] + best.squeeze(-1)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
@@ -43,9 +43,11 @@ class Table:
         self._known(column)
 
         def key(row: Row) -> tuple[bool, Any]:
-            value = row.get(column)
+            value: Any = row.get(column)
             absent = value is None or (isinstance(value, float) and math.isnan(value))
-            return absent, 0 if absent else -value if descending and not isinstance(value, str) else value
+            if absent or isinstance(value, str) or not descending:
+                return absent, 0 if absent else value
+            return absent, -cast(float, value)
 
         made = self._part(sorted(self.rows, key=key))
         made.shown = self.shown if column in self.shown else (*self.shown, column)

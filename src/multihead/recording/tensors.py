@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Intervals(Mask):
         row = frame.rows_of(q)
         column = k - (frame.k_start.to(k.device).view(-1, 1, 1, 1) if isinstance(frame.k_start, Tensor) else frame.k_start)
         at = (x.clamp(0, n - 1) if n > 1 else torch.zeros_like(x) for x, n in zip((b, row), self.start.shape, strict=False))
-        b, row = torch.broadcast_tensors(*at)
+        b, row = cast(tuple[Tensor, Tensor], torch.broadcast_tensors(*at))
         start, end = self.start[b, row], self.end[b, row]  # [b, 1, q, 1, n]
         return ((column.unsqueeze(-1) >= start) & (column.unsqueeze(-1) < end)).any(-1)
 
@@ -79,7 +79,7 @@ def intervals(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     """bool [rows, columns] → start, end [rows, n]; None where a row has more than MOST runs. Looks at a part at a time."""
     parts: list[tuple[Tensor, Tensor]] = []
     size = max(1, 2**24 // max(rows.shape[1], 1))
-    for part in rows.split(size):
+    for part in cast(tuple[Tensor, ...], rows.split(size)):
         edge = torch.nn.functional.pad(part.to(torch.int8), (1, 1)).diff(dim=-1)
         runs = (edge > 0).sum(-1)
         if int(runs.max()) > MOST:
@@ -146,17 +146,10 @@ def grouped(k: Tensor) -> int:
     if not (B and S) or H == 1:
         return 1
     first = k[0, :, 0]
-    changes = (first[1:] != first[:-1]).any(-1).tolist()
-    run = changes.index(True) + 1 if True in changes else H
-    while run > 1 and (
-        H % run
-        or not torch.equal(
-            k.view(B, H // run, run, S, -1) if k.is_contiguous() else k.unflatten(1, (-1, run)),
-            k[:, ::run, None].expand(-1, -1, run, -1, -1),
-        )
-    ):
-        run -= 1
-    return run
+    changes = (first[1:] != first[:-1]).any(-1).nonzero()
+    most = int(changes[0]) + 1 if len(changes) else H
+    repeats = (n for n in range(most, 1, -1) if H % n == 0)
+    return next((n for n in repeats if all(torch.equal(k[:, i::n], k[:, ::n]) for i in range(1, n))), 1)
 
 
 def heads_of(modules: list[Any], count: int) -> int:
@@ -183,7 +176,7 @@ def four(x: Tensor, heads: int) -> Tensor:
     if x.ndim == 2:
         return x[None, None]
     if x.ndim == 3:
-        return x.unflatten(0, (-1, heads))
+        return x.reshape(-1, heads, *x.shape[1:])
     return x if x.ndim == 4 else x.flatten(1, -3)
 
 
@@ -193,7 +186,7 @@ def four_mask(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
     if len(lead) == 0:
         return x[None, None]
     if len(lead) == 1:
-        return x[None] if x.shape[0] == 1 else x.unflatten(0, (-1, heads))
+        return x[None] if x.shape[0] == 1 else x.reshape(-1, heads, *x.shape[1:])
     if len(lead) == 2:
         return x
     inner = x.shape[1:-2]

@@ -115,12 +115,14 @@ def _lengths(x: Tensor) -> list[int] | None:
 def _projected(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Each of the three through its own part of the weights, [batch, heads, tokens, head_dim]."""
     E = cast(int, layer.embed_dim)
-    packed = cast("Tensor | None", layer.in_proj_weight)
-    weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight) if packed is None else packed.split(E)
-    bias = cast("Tensor | None", layer.in_proj_bias)
-    biases = (None, None, None) if bias is None else bias.split(E)
-    made = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    return tuple(x.unflatten(2, (cast(int, layer.num_heads), -1)).transpose(1, 2) for x in made)
+    packed, bias = cast("Tensor | None", layer.in_proj_weight), cast("Tensor | None", layer.in_proj_bias)
+    own = cast("list[Tensor]", [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight])
+    made: list[Tensor] = []
+    for i, x in enumerate((query, key, value)):
+        part = slice(i * E, (i + 1) * E)
+        x = F.linear(x, own[i] if packed is None else packed[part], None if bias is None else bias[part])
+        made.append(x.view(*x.shape[:2], cast(int, layer.num_heads), -1).transpose(1, 2))
+    return tuple(made)
 
 
 def _masks(

@@ -41,7 +41,7 @@ PATTERNS = {**WHERE, **HOW}
 class Visible(Statistic):
     """visible[t]: how many keys a query may see."""
 
-    scores = True
+    scores = first = True
 
     def take(self, block: Block) -> None:
         if block.s is not None:

@@ -96,7 +96,9 @@ class Sight:
 
     def _block(self, pair: Pair, b: int, i: slice) -> tuple[list[int], list[int]]:
         start, end = pair
-        return start[b if len(start) > 1 else 0][int(i.start) // self.rows], end[b if len(end) > 1 else 0][int(i.start) // self.rows]
+        return start[b if len(start) > 1 else 0][int(i.start) // self.rows], end[b if len(end) > 1 else 0][
+            int(i.start) // self.rows
+        ]
 
     def _look(self, mask: Mask, b: int, h: slice, i: slice, j: slice) -> Tensor:
         """bool, broadcastable to [heads, rows, columns]: the part of a mask that no intervals say."""

@@ -54,7 +54,7 @@ class Statistic:
     """One question to a call."""
 
     scores: ClassVar[bool] = False  # whether it needs the scores beside the weights
-    first: ClassVar[bool] = False  # whether others can use what it makes of a block
+    first: ClassVar[bool] = False  # whether it looks at a block before the others, which can use what it makes of it
 
     def __init__(self, call: Call, argument: Any = None) -> None:
         del argument
@@ -97,9 +97,8 @@ class Entropy(Statistic):
     scores = True
 
     def take(self, block: Block) -> None:
-        if block.s is not None:
-            found = block.mass * block.lse.nan_to_num(neginf=0.0) - _dot(block.w, block.s)
-            self.out[block.rows] = found.clamp_(min=0.0).masked_fill_(~block.live, 0.0)
+        found = block.mass * block.lse.nan_to_num(neginf=0.0) - block.expected
+        self.out[block.rows] = found.clamp_(min=0.0).masked_fill_(~block.live, 0.0)
 
 
 class EffectiveKeys(Entropy):

@@ -27,7 +27,7 @@ class Block:
     """Some queries of some heads of one batch entry, and every column that any of them may see.
 
     w      [heads, rows, columns]: the weights, zero where hidden
-    s      the scores before softmax, LOW where hidden; only where somebody needs them
+    s      the scores before softmax, LOW where hidden; only where somebody needs them, and until `expected` is asked for
     most   [heads, rows]: the largest score;   peak  the largest weight
     lse    [heads, rows]: the log-sum-exp, sinks included;   mass  the sum of a row's weights;   live  whether it sees anything
     """
@@ -56,6 +56,14 @@ class Block:
             self.most.masked_fill_(dead, -math.inf)
             self.lse.masked_fill_(dead, -math.inf)
         self._bands: dict[tuple[int, str], Tensor] = {}
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """[heads, rows]: Σ w · s, made where s was: nobody can look at the scores afterwards."""
+        if self.s is None:
+            raise RuntimeError("the scores of this block are not kept")
+        s, self.s = self.s, None
+        return s.mul_(self.w).sum(-1)
 
     @cached_property
     def parts(self) -> Tensor:

@@ -361,6 +361,8 @@ def test_statistics_at_once():
         match='was recorded with keep="statistics", so that only what was asked then is there: entropy, top; not received',
     ):
         seen[1].calls[0].received()
+    with pytest.raises(ValueError, match="is there: entropy, top; not with other numbers"):
+        seen[1].calls[0].top(3)
     with pytest.raises(ValueError, match=r'weights: layers.1 was recorded with keep="statistics", which drops q and k'):
         seen[1].calls[0].weights()
 

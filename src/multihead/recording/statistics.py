@@ -168,7 +168,7 @@ class TopKeys(Statistic):
     """The k keys with the largest weights of each query."""
 
     def __init__(self, call: Call, argument: Any = None) -> None:
-        self.k = min(_whole("top", argument, 5, least=1), call.k.shape[2])
+        self.k = min(_whole("top", argument, least=1), call.k.shape[2])
         self.weights = self.new(call, call.q.shape[2], self.k)
         self.keys = self.new(call, call.q.shape[2], self.k, fill=-1, dtype=torch.int64)
 
@@ -187,7 +187,7 @@ class First(Statistic):
 
     def __init__(self, call: Call, argument: Any = None) -> None:
         super().__init__(call)
-        self.n = _whole("first", argument, 1, least=0)
+        self.n = _whole("first", argument, least=0)
 
     def take(self, block: Block) -> None:
         if block.j.start < self.n:
@@ -199,7 +199,7 @@ class Within(Statistic):
 
     def __init__(self, call: Call, argument: Any = None) -> None:
         super().__init__(call)
-        self.n = _whole("within", argument, 8, least=0)
+        self.n = _whole("within", argument, least=0)
 
     def take(self, block: Block) -> None:
         base, (R, C) = block.i.start + block.shift - block.j.start, block.w.shape[1:]
@@ -216,7 +216,7 @@ class Offsets(Statistic):
     def __init__(self, call: Call, argument: Any = None) -> None:
         shifts, (_, _, _, T, S) = call.shift or [0], call.sizes
         low, high = -(T - 1) - max(shifts), S - 1 - min(shifts)
-        n = _whole("offsets", argument, max(-low, high, 0), least=0)
+        n = _whole("offsets", max(-low, high, 0) if argument is None else argument, least=0)
         self.low, self.high = max(low, -n), min(high, n)
         self.out = self.new(call, max(self.high - self.low + 1, 0))
         self.live = self.new(call, 1)
@@ -242,7 +242,7 @@ class Picture(Statistic):
     first = True
 
     def __init__(self, call: Call, argument: Any = None) -> None:
-        n = _whole("map", argument, 256, least=1)
+        n = _whole("map", argument, least=1)
         _, _, _, T, S = call.sizes
         self.sizes, self.row, self.column = (T, S), max(1, -(-T // n)), max(1, -(-S // n))
         self.mean = self.new(call, -(-T // self.row), -(-S // self.column))
@@ -297,6 +297,7 @@ STATISTICS: Mapping[str, type[Statistic]] = {
     "offsets": Offsets,
     "map": Picture,
 }
+NUMBERS = {"top": 5, "first": 1, "within": 8, "map": 256}  # what they are asked for unless told
 ALL = ("entropy", "received", "distance", "strongest", "map")
 
 
@@ -348,8 +349,8 @@ def _pooled(x: Tensor, how: str) -> Tensor:
     return functools.reduce(torch.maximum, x.unbind(3)) if x.shape[3] <= 8 else x.amax(3)
 
 
-def _whole(name: str, value: Any, default: int, least: int) -> int:
-    value = default if value is None else value
+def _whole(name: str, value: Any, least: int) -> int:
+    value = NUMBERS[name] if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}: needs a whole number ≥ {least}; it is {value!r}")
     return value

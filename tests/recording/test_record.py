@@ -730,6 +730,136 @@ def test_absent_places():
         seen[0]
 
 
+def named(q, k, v):
+    """matmul with its operands by name, where() with the hidden value first, sub, half precision between."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    s = torch.matmul(input=q, other=k.mT).mul(0.3).sub(torch.linspace(0, 1, T))
+    s = torch.where(ONES == 0, torch.tensor(float("-inf")), s).to(torch.float64).float()
+    return (torch.softmax(s, dim=3).contiguous() @ v).transpose(1, 2)
+
+
+def keys_first(q, k, v):
+    w = torch.softmax(torch.einsum("bqhd,bkhd->bhkq", q, k).mT * 0.5, dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", w, v)
+
+
+def one_head(q, k, v):
+    q, k, v = (x[0, :, 0] for x in (q, k, v))
+    return ((q @ k.T) / 2.0).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("style", [named, one_head])
+def test_more_styles_of_writing(style):
+    q, k, v = (torch.randn(B, T, H, 6) for _ in range(3))
+    with mh.record(keep="values") as seen:
+        out = style(q, k, v)
+    made = seen[0].weights() @ seen[0].calls[0].v
+    close(made[0, 0] if style is one_head else made.transpose(1, 2), out, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda s: 1.0 / s, "something is divided by the scores"),
+        (lambda s: 1.0 - s, "scores are subtracted from something"),
+        (lambda s: s * torch.rand(T), "scores are multiplied by a tensor"),
+        (lambda s: (s + torch.rand(T, T)).tanh(), "tanh comes after a mask or bias"),
+        (lambda s: torch.where(torch.rand(T, T) > 0.5, s, 0.0), "a mask writes 0.0 into the scores"),
+        (lambda s: s.masked_fill(mask=torch.eye(T) > 0, value=3.0), "a mask writes 3.0 into the scores"),
+    ],
+)
+def test_more_that_cannot_be_read(change, why):
+    x = torch.randn(B, T, T)
+    with pytest.warns(UserWarning, match=why), mh.record():
+        change(x @ x.mT).softmax(-1) @ x
+
+
+def test_torchs_function_without_its_layer():
+    layer, x = nn.MultiheadAttention(D, H), torch.randn(T, B, D)
+    call = F.multi_head_attention_forward
+    given = (
+        x,
+        x,
+        x,
+        D,
+        H,
+        layer.in_proj_weight,
+        layer.in_proj_bias,
+        None,
+        None,
+        False,
+        0.0,
+        layer.out_proj.weight,
+        layer.out_proj.bias,
+    )
+    with mh.record() as seen:
+        out, w = call(*given, training=False, average_attn_weights=False)
+        call(
+            *given,
+            training=False,
+            attn_mask=ONES == 0,
+            use_separate_proj_weight=True,
+            q_proj_weight=layer.in_proj_weight[:D],
+            k_proj_weight=layer.in_proj_weight[D : 2 * D],
+            v_proj_weight=layer.in_proj_weight[2 * D :],
+        )
+    close(seen[0].weights(), w)
+    close(out, layer(x, x, x)[0])
+    assert not seen[1].weights()[..., 0, 1:].any()
+
+
+def test_torchs_own_causal_biases():
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    q, k = torch.randn(B, H, 3, 8), torch.randn(B, H, 5, 8)
+    with mh.record(keep="values") as seen:
+        out = [F.scaled_dot_product_attention(q, k, k, bias(3, 5)) for bias in (causal_upper_left, causal_lower_right)]
+    for place, want in zip(seen, out, strict=True):
+        close(place.weights() @ k, want)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_what_is_kept_can_be_moved(device):
+    model, x = mh.MultiHeadAttention(D, H, mask=mh.Causal() & mh.Lengths([7, 3])), x3()
+    with mh.record(device=device, keep="values") as seen, torch.no_grad():
+        w = model(x, return_weights=True)[1]
+    close(seen[0].weights(), w)
+    with mh.record(device=device, keep="statistics") as seen:
+        model(x)
+    assert seen[0].entropy().device.type == device
+    assert seen[0].strongest().key.shape == (B, H, T)
+    assert seen.nbytes > 0
+
+
+def test_generation_with_biases_and_tables_grows():
+    """A dense mask and a bias at each step: tables and biases are joined too."""
+    k = torch.randn(1, 2, 12, 8)
+    seen_by = torch.rand(12, 12) < 0.5
+    seen_by |= torch.eye(12) > 0
+    seen_by &= torch.ones(12, 12).tril() > 0
+    bias = torch.randn(2, 12, 12)
+    q = torch.randn(1, 2, 12, 8)
+    with mh.record(keep="values") as seen:
+        for a, b in ((0, 8), *((i, i + 1) for i in range(8, 12))):
+            Step.at(q[:, :, a:b], k[:, :, :b], seen_by[a:b, :b], bias[:, a:b, :b])
+    assert len(seen[0].pictures) == 1
+    want = mh.attention(q, k, k, mask=mh.Allowed(seen_by), bias=bias[None], return_weights=True)[1]
+    close(seen[0].weights(), want)
+    close(seen[0].received(), want.sum(2))
+
+
+class Step(nn.Module):
+    def forward(self, q, k, mask, bias):
+        return mh.attention(q, k, k, mask=mh.Allowed(mask), bias=bias[None])
+
+    one = None
+
+    @classmethod
+    def at(cls, *given):
+        cls.one = cls.one or cls()
+        return cls.one(*given)
+
+
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
 

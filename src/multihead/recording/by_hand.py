@@ -83,8 +83,9 @@ class Follower:
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """matmul, bmm, baddbmm and einsum: the first product of an attention, or its last."""
-        begun = self.which(args if not _listed(args) else args[1]) if self.known else None
         result = func(*args, **kwargs)
+        args = _positional(args, kwargs)
+        begun = self.which(args if not _listed(args) else args[1]) if self.known else None
         if not isinstance(result, Tensor):
             return result
         name = func.__name__
@@ -113,12 +114,13 @@ class Follower:
 
     def carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that may stand between the products."""
-        at = self.which(args) if self.known else None
+        at = self.which(_positional(args, kwargs)) if self.known else None
         if at is None:
             return func(*args, **kwargs)
+        given, args = args, _positional(args, kwargs)
         name = func.__name__.strip("_")
         before = args[at[0]].shape
-        result = func(*args, **kwargs)
+        result = func(*given, **kwargs)
         into = args[0] if name == "setitem" else result
         if isinstance(into, Tensor):
             self.put(
@@ -141,10 +143,14 @@ class Follower:
         self, name: str, i: int, scores: Scores, args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size
     ) -> Scores:
         other = args[1 - i] if len(args) > 1 and i < 2 else kwargs.get("other", kwargs.get("value"))
-        if name in ("mul", "multiply", "imul", "div", "divide", "true_divide", "truediv", "rtruediv"):
+        if name in ("mul", "multiply", "imul", "div", "divide", "true_divide", "truediv", "itruediv"):
             return _scaled(scores, other, divide="div" in name or "true" in name, second=i == 1)
-        if name in ("add", "iadd", "sub", "subtract", "isub", "rsub"):
+        if name in ("add", "iadd", "sub", "subtract", "isub"):
             return _added(scores, other, -1.0 if "sub" in name else 1.0, i, float(kwargs.get("alpha", 1.0)), shape)
+        if name in ("rtruediv", "rdiv", "reciprocal"):
+            return replace(scores, why="something is divided by the scores")
+        if name == "rsub":
+            return replace(scores, why="scores are subtracted from something")
         if name == "tanh":
             if scores.biases or scores.hidden:
                 return replace(scores, why="tanh comes after a mask or bias")
@@ -243,6 +249,11 @@ def _softmaxed(scores: Scores, weights: Tensor, args: tuple[Any, ...], kwargs: d
     return Weights(scores, rows, whole[..., rows, :].clone())
 
 
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments with the first of them, which torch calls input, in its place."""
+    return (kwargs["input"], *args) if "input" in kwargs else args
+
+
 def _listed(args: tuple[Any, ...]) -> bool:
     return len(args) == 2 and isinstance(args[1], list | tuple)
 
@@ -304,5 +315,5 @@ CARRIED = _functions(
     "add add_ __add__ __radd__ __iadd__ "
     "sub sub_ subtract __sub__ __isub__ tanh tanh_ masked_fill masked_fill_ where __setitem__ softmax softmax_ "
     "float half double bfloat16 to type type_as view reshape contiguous clone flatten unflatten unsqueeze squeeze "
-    "dropout dropout_ nan_to_num nan_to_num_ __getitem__"
+    "__rtruediv__ __rdiv__ reciprocal __rsub__ rsub dropout dropout_ nan_to_num nan_to_num_ __getitem__"
 )

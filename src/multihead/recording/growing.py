@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..masks import Allowed, Frame, Mask, evaluate
+from ..masks import Frame, Mask, evaluate
 from ..masks.blocks import split
 from .call import Call
 from .tensors import Intervals, compact
@@ -194,7 +194,7 @@ def _dense(calls: list[Call], firsts: list[int], S: int) -> Mask | None:
         seen = frame.there() if call.mask is None else evaluate(call.mask, frame)
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=call.q.device) if seen is None else seen
         parts.append(torch.nn.functional.pad(seen.expand(*seen.shape[:2], T, n), (first, S - first - n)))
-    return compact(_cat(parts)) or Allowed(torch.ones(1, 1, device=calls[0].q.device) > 0)
+    return compact(_cat(parts))
 
 
 def _biases(calls: list[Call], firsts: list[int], S: int) -> Tensor | None:

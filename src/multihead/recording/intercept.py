@@ -162,7 +162,7 @@ class Watch(TorchFunctionMode):
                 if guard is not None:
                     guard.__exit__(None, None, None)
         if result is not None:
-            self.keeper.finished(id(module), args, kwargs)
+            self.keeper.finished(module, self.places.stack, args, kwargs)
 
     def _read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
         place = getattr(module, "self_attn", module)  # the same place, whichever way torch takes

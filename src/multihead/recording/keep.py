@@ -147,10 +147,17 @@ class Keeper:
 
     # ---- afterwards -----------------------------------------------------------------------------------------------------
 
-    def finished(self, key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module has run: its arguments may tell that what attended in it attended to something else than itself."""
-        places = self.latest.pop(key, None)
+    def finished(self, module: nn.Module, around: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module has run: its arguments may tell that what attended in it attended to something else than itself.
+
+        One without parameters was given queries and keys that are projected already; the module around it knows more.
+        """
+        places = self.latest.pop(id(module), None)
         if not places:
+            return
+        if next(module.parameters(), None) is None:
+            if around:
+                self.latest.setdefault(id(around[-1]), []).extend(places)
             return
         own = args[0] if args else kwargs.get("hidden_states", kwargs.get("query"))
         others = [kwargs.get(n) for n in ("key_value_states", "encoder_hidden_states", "context", "memory", "key")]

@@ -65,20 +65,17 @@ class Keeper:
         self.recorded += 1
         known = self.seen.places.get((key, count))
         if known is None:
-            if (key, count) in self._left_out():
+            if (key, count) in self.seen.left_out:
                 return None
             number = len(self.seen.places) + len(self.seen.skipped)
             full = self._name(name if not count else f"{name}#{count + 1}")
             if not self._selected(number, full):
                 self.seen.skipped[number] = full
-                self._left_out().add((key, count))
+                self.seen.left_out.add((key, count))
                 return None
             known = self.seen.places[key, count] = Seen(self.seen, number, full)
         inside = module or (places.stack[-1] if places.stack else None)
         return Select(known, inside, places.stack[::-1][:3], key)
-
-    def _left_out(self) -> set[tuple[int, int]]:
-        return self.seen.__dict__.setdefault("_skipped_keys", set())
 
     def _name(self, name: str) -> str:
         taken = {place.name for place in self.seen.places.values()}

@@ -96,7 +96,8 @@ class Recording:
         self.tokens, self.key_tokens = tokens, key_tokens
         self.text: str | None = None
         self.missed: list[str] = []
-        self.skipped: dict[int, str] = {}  # numbers of places that were not selected
+        self.skipped: dict[int, str] = {}  # numbers of places that were not selected, and by which they are known
+        self.left_out: set[tuple[int, int]] = set()
         self.steps = 0
 
     # ---- places ---------------------------------------------------------------------------------------------------------

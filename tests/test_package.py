@@ -51,7 +51,7 @@ def test_import_costs_little_over_torch():
 
 
 def test_imports_point_one_way():
-    """masks → positions, cache → kernels → plan → attend → layer → compat, adopting → cli: each room knows only those before it."""
+    """masks → positions, cache → kernels → plan → attend → layer → compat, adopting → recording → cli: each room knows only those before it."""
     order = [
         "masks",
         "positions",
@@ -63,6 +63,7 @@ def test_imports_point_one_way():
         "compat",
         "adopting",
         "checking",
+        "recording",
         "testing",
         "demo",
         "planning",

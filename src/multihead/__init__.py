@@ -30,6 +30,9 @@ from .plan import plans as plans
 from .positions import ALiBi as ALiBi
 from .positions import RelativeBias as RelativeBias
 from .positions import RoPE as RoPE
+from .recording import find_heads as find_heads
+from .recording import load as load
+from .recording import record as record
 
 __version__ = "0.1.0"
 
@@ -61,6 +64,9 @@ __all__ = [
     "register_with_transformers",
     "AdoptionError",
     "check",
+    "record",
+    "load",
+    "find_heads",
     "compat",
     "masks",
     "positions",

@@ -6,6 +6,8 @@ import math
 from typing import Literal, overload
 
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .kernels import reference
 from .kernels.fused import brief, quick, step, suits, whole
@@ -68,6 +70,11 @@ def attention(
     [batch, heads, q_len], −inf where there is nothing to attend to; with return_weights also softmax's weights before
     dropout [batch, heads, q_len, kv_len], computed beside a kernel that does not need them.
     """
+    if not is_compiling() and has_torch_function((q, k, v)):  # torch's modes see this function as they see torch's own
+        return handle_torch_function(
+            attention, (q, k, v), q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout, seed=seed, softcap=softcap,
+            sinks=sinks, start=start, key_start=key_start, return_lse=return_lse, return_weights=return_weights, kernel=kernel,
+        )  # fmt: skip
     without_batch = unbatched(q, k, v)
     if (
         (mask is None or (type(mask) is Causal and mask.align == "end"))

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from .attend import attention, brief, linear, step, suits, whole
@@ -237,6 +238,7 @@ class MultiHeadAttention(nn.Module):
         B, T, dim = x.shape
         if (
             torch.compiler.is_compiling()
+            or has_torch_function((x,))  # a recorder wants to see attention()
             or not self._plain
             or dim != self.embed_dim
             or not (self.softcap is self.sinks is self.gate is None)

@@ -304,7 +304,7 @@ def plot(rows: list[Row]) -> None:
         ax.set(title=kind, xscale="log", yscale="log", xlabel="share of the pairs that the mask leaves")
         named = sorted((r for r in rows if r["dtype"] == "fp32" and r["kind"] == kind), key=lambda r: r["pairs left"])
         for i, r in enumerate(named):  # in turns above and below, since some shares are nearly the same
-            at = (-30, 14 + 9 * (i % 3)) if i % 2 else (6, -12 - 9 * (i % 3))
+            at = (-24, 8) if i % 2 else (6, -11)
             ax.annotate(r["case"], (r["pairs left"], r["ours / unmasked"]), fontsize=6.5, xytext=at, textcoords="offset points")
     axes[0].set_ylabel("time / our own without a mask")
     axes[0].legend(frameon=False, fontsize=8)

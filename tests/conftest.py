@@ -1,6 +1,8 @@
 """What every test shares: the device, the kinds of masks, seeded generators."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +22,14 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> Iterator[None]:
+    """A test leaves torch.compile as it was: whoever turns it off makes every later test of it a test of nothing."""
+    yield
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    assert frames is None or frames._stance.stance == "default"
 
 
 def pytest_configure() -> None:

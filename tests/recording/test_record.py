@@ -1,5 +1,6 @@
 """record(): what it sees in every kind of model, that it changes nothing, and that nothing of it stays behind."""
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -665,6 +666,23 @@ def test_nesting():
         a.__exit__(None, None, None)
     assert len(_get_current_function_mode_stack()) == 1
     b.__exit__(None, None, None)
+
+
+@pytest.mark.slow
+def test_blocks_left_in_any_order_leave_the_compiler_on():
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(1))
+    frames = sys.modules["torch._dynamo.eval_frame"]
+    for leave in ((0, 1), (1, 0)):
+        blocks = mh.record(), mh.record()
+        for block in blocks:
+            block.__enter__()
+            assert frames._stance.stance == "force_eager"
+        for i in leave:
+            assert frames._stance.stance == "force_eager"
+            with contextlib.suppress(RuntimeError):
+                blocks[i].__exit__(None, None, None)
+        assert frames._stance.stance == "default"
 
 
 def test_other_threads_are_not_seen():

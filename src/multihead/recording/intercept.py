@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -64,20 +65,45 @@ class Recorder:
             warnings.warn("record: attention that could not be read: " + "; ".join(said), UserWarning, stacklevel=2)
 
 
-@contextmanager
-def _eagerly() -> Generator[None]:
-    """Compiled models run uncompiled while they are recorded: there is no Python to see in them otherwise."""
-    if sys.modules.get("torch._dynamo") is None:
-        yield
-        return
-    before = list(warnings.filters)
-    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-    ours = [one for one in warnings.filters if one not in before]
-    try:
-        with cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager")):
+class _Eagerly:
+    """Compiled models run uncompiled while they are recorded: there is no Python to see in them otherwise.
+
+    Torch's stance is one for all, and blocks may be left in any order: the first to begin sets it, the last takes it back.
+    """
+
+    def __init__(self) -> None:
+        self.blocks, self.lock, self.stance = 0, threading.Lock(), ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        if sys.modules.get("torch._dynamo") is None:
             yield
-    finally:
-        warnings.filters[:] = [one for one in warnings.filters if one not in ours]  # pyright: ignore[reportIndexIssue]
+            return
+        with self.lock:
+            self.blocks += 1
+            if self.blocks == 1:
+                self._begin()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.blocks -= 1
+                if not self.blocks:
+                    self.stance.close()
+
+    def _begin(self) -> None:
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+        ours = [one for one in warnings.filters if one not in before]
+
+        def restore() -> None:
+            warnings.filters[:] = [one for one in warnings.filters if one not in ours]  # pyright: ignore[reportIndexIssue]
+
+        self.stance.callback(restore)
+        self.stance.enter_context(cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager")))
+
+
+_eagerly = _Eagerly()
 
 
 class Watch(TorchFunctionMode):

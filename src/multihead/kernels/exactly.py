@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -10,20 +9,15 @@ from torch import Tensor
 
 from ..masks import Frame, Mask
 from . import reference
-from .spec import Spec
+from .spec import Spec, finite
 from .tiles import Looker, Tile, Work
-
-
-def _finite(*tensors: Tensor) -> bool:
-    """True only where no number is NaN or infinite; costs less than a copy."""
-    return all(math.isfinite(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None).item()) for x in tensors)
 
 
 def harmless(q: Tensor, k: Tensor, v: Tensor, spec: Spec, work: Work) -> tuple[Tensor, Tensor] | None:
     """k and v in which all that is multiplied is finite, keys that no query sees being zero; None where that cannot be."""
-    if not work.careful or _finite(q, k, v):
+    if not work.careful or finite(q, k, v):
         return k, v
-    if not _finite(q):
+    if not finite(q):
         return None
     seen, looker = torch.zeros(spec.batch, spec.kv_len, dtype=torch.bool), Looker(spec, work)
     for entry, tiles in enumerate(work.tiles):
@@ -32,7 +26,7 @@ def harmless(q: Tensor, k: Tensor, v: Tensor, spec: Spec, work: Work) -> tuple[T
             _mark(seen[at], looker(tile), at)
     unseen = ~seen[:, None, :, None]
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    return (k, v) if _finite(k, v) else None
+    return (k, v) if finite(k, v) else None
 
 
 def _mark(seen: Tensor, tile: Tile, entries: slice) -> None:

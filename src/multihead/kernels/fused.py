@@ -18,7 +18,7 @@ from ..masks.tables import Table
 from . import products
 from .guards import ALIGN, GRID, Call, around, of_sdpa, refusal, surely
 from .once import first_order_only
-from .spec import Spec, cpu_frame
+from .spec import Spec, cpu_frame, finite
 
 HALF = (torch.bfloat16, torch.float16)
 VECTOR = 16  # keys, at most, that a vector of torch's CPU kernel holds
@@ -162,17 +162,12 @@ def _wrapped(x: Tensor) -> bool:
     return bool(functorch.is_functorch_wrapped_tensor(x))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
 
 
-def _finite(*tensors: Tensor) -> bool:
-    """True only where no number is NaN or infinite; costs less than a copy."""
-    return all(math.isfinite(x.detach().sum().item()) for x in tensors)
-
-
 def _keep_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Over fewer keys than a vector holds, torch's CPU kernel gives zeros where every score of a row is NaN.
 
     That is where the query is not finite, or where the first key is NaN, which every row sees if there is no mask but causal.
     """
-    if _finite(q, k):
+    if finite(q, k):
         return out
     keys = k.isnan().any(3, keepdim=True)[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out.masked_fill(~q.isfinite().all(3, keepdim=True) | keys, math.nan)
@@ -263,7 +258,7 @@ def _lower(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor,
     if allowed is not None and not seen:
         look = q.is_cpu and not torch.compiler.is_compiling() and not any(map(_wrapped, (q, k, v, allowed)))
         rows, columns, no_row, no_column = _gaps(allowed, parts, frame, look)
-        if not (look and (no_column or _finite(k, v))):
+        if not (look and (no_column or finite(k, v))):
             k, v = k.masked_fill(~columns, 0.0), v.masked_fill(~columns, 0.0)
         if not no_row:
             empty = ~rows
